@@ -24,7 +24,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from rollmill.models.picture_prompts import picture_only
+from rollmill.data.picture_prompts import picture_only
 
 FAMILIES = [
     "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm", "llava", "llava_next", "llava_onevision", "internvl",

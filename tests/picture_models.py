@@ -14,8 +14,8 @@ from PIL import Image
 
 from bench.tiny_pictures import FAMILIES, picture_checkpoint
 from rollmill.config.model import ModelConfig
+from rollmill.data.picture_prompts import PicturePrompt
 from rollmill.models.load import PolicyModel, load_policy
-from rollmill.models.picture_prompts import PicturePrompt
 
 __all__ = [
     "COLOURS",

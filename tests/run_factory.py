@@ -10,7 +10,7 @@ import numpy as np
 from rollmill.config.trackers import MonitorConfig
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.trackers import wilson_interval
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 from rollmill.types import Experience, StopReason, Turn
 
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 import rollmill
-from rollmill.trackers.console import RunView
+from rollmill.trackers.run_views import RunView
 from rollmill.types import Experience
 
 TASKS = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 300, "seed": 1, "digits": 2}}

@@ -91,7 +91,7 @@ def main() -> None:
 
     def measure() -> dict[str, Any]:
         import rollmill
-        from rollmill.trackers.console import PlainView
+        from rollmill.trackers.run_views import PlainView
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "run.yaml")

@@ -30,7 +30,7 @@ def measured(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Measure the same in a run: medians over the second half of its steps, after compilation, and highest peaks."""
     from rollmill.launch import run
     from rollmill.trackers import read_metrics
-    from rollmill.trackers.console import PlainView
+    from rollmill.trackers.run_views import PlainView
 
     with tempfile.TemporaryDirectory(prefix="bench-plan-") as folder:
         run(args.config, overrides(args), out=Path(folder) / "run", view=PlainView(io.StringIO()))

@@ -27,8 +27,8 @@ def load(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForImageTextToText
 
+    from rollmill.data.picture_prompts import read_processor
     from rollmill.models.load import PolicyModel
-    from rollmill.models.picture_prompts import read_processor
 
     loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     processor = read_processor(folder, {}, loaded.config.image_token_id)
@@ -42,7 +42,7 @@ def repeat_tower(times: int) -> None:
     """Run the tower `times` as often as it is needed: on copies of the pictures."""
     import rollmill.models.vision as vision
     import rollmill.trainer.logprobs as logprobs
-    from rollmill.models.picture_prompts import PicturePrompt
+    from rollmill.data.picture_prompts import PicturePrompt
 
     once = vision.compute_features
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollmill.api.algorithms import *  # noqa: F403  one class per algorithm
-    from rollmill.api.functions import evaluate as evaluate
+    from rollmill.api.evaluation import evaluate as evaluate
     from rollmill.api.functions import grade as grade
     from rollmill.api.functions import resume as resume
     from rollmill.api.trainable_policy import TrainablePolicy as TrainablePolicy
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from rollmill.registry import environment as environment
     from rollmill.registry import loss as loss
     from rollmill.registry import reward as reward
-    from rollmill.registry import tool as tool
     from rollmill.registry import tracker as tracker
     from rollmill.registry import workflow as workflow
+    from rollmill.rollout.tools.function_tool import tool as tool
     from rollmill.trackers.rollout_log import load_experiences as load_experiences
     from rollmill.types import Completion as Completion
     from rollmill.types import Experience as Experience
@@ -46,7 +46,7 @@ _HOMES = {
     "advantage": "rollmill.registry",
     "engine": "rollmill.registry",
     "environment": "rollmill.registry",
-    "tool": "rollmill.registry",
+    "tool": "rollmill.rollout.tools.function_tool",
     "tracker": "rollmill.registry",
     "workflow": "rollmill.registry",
     "algorithm": "rollmill.registry",
@@ -54,7 +54,7 @@ _HOMES = {
     "operator": "rollmill.pipelines.pipeline",
     "order": "rollmill.data.samplers.custom",
     "reward": "rollmill.registry",
-    "evaluate": "rollmill.api.functions",
+    "evaluate": "rollmill.api.evaluation",
     "grade": "rollmill.api.functions",
     "resume": "rollmill.api.functions",
     "run": "rollmill.launch",

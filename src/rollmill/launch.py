@@ -27,7 +27,6 @@ from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.orchestrator import Orchestrator, Serving
 from rollmill.orchestrator.resume import load_start_point
 from rollmill.orchestrator.run_control import CHANGES_FILE, Callback, RunControl
-from rollmill.orchestrator.run_lock import hold_run_lock, is_run_locked
 from rollmill.orchestrator.setup import MACHINE, RunSetup, require_models, set_up_run, stage_overrides
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.summary import summarise
@@ -38,11 +37,12 @@ from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST
 from rollmill.rewards.resources import close_warm_pools
 from rollmill.startup import open_missing_streams, require_usable_paths
 from rollmill.supervision.attempt import RunAttempt
-from rollmill.trackers.console import RunView, make_view
+from rollmill.supervision.run_lock import hold_run_lock, is_run_locked
 from rollmill.trackers.event_log import EVENTS_FILE
 from rollmill.trackers.heartbeat import HEARTBEAT_FOLDER as PROCESSES
 from rollmill.trackers.heartbeat import TRAINER_PROCESS, keep_heartbeat
 from rollmill.trackers.metrics_log import read_metrics
+from rollmill.trackers.run_views import RunView, make_view
 
 CONFIG = "config.yaml"
 

@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import Any, Literal
 
 Hook = Literal["write_run_report", "write_bench_report", "notebook_view", "policy_server"]
-"""Where the core calls applications: with a run's folder when it has ended; with the folder, results and comparisons of
-`rollmill bench`; with a number of completions, for the RunView of a run that a notebook's cell starts; with an engine,
-its chat renderer, its context and a deadline, for the PolicyServer of workflows that take the argument `endpoint`."""
+"""Moments at which the core calls applications: with a run's folder when it has ended; with the folder, results and
+comparisons of `rollmill bench`; with a number of completions, for the RunView of a run that a notebook's cell starts;
+with an engine, its chat renderer, its context and a deadline, for the PolicyServer of workflows with `endpoint`."""
 
 
 @cache

@@ -17,7 +17,6 @@ from rollmill.config.algorithms.base import AdvantageSection, AlgorithmOptions, 
 from rollmill.config.engines import ENGINE_FEATURES, EngineSection
 from rollmill.config.environments import EnvironmentSection
 from rollmill.config.section import NamedSection, Section, register_section, section_from_signature, source_location
-from rollmill.config.tools import ToolSection
 from rollmill.config.trackers import TrackerSection
 from rollmill.config.workflows import WorkflowSection
 from rollmill.errors import ConfigError
@@ -142,26 +141,6 @@ def environment(target: Target) -> Target:
             signature = "reset(self, task, seed)" if name == "reset" else "step(self, action)"
             raise ConfigError(f"{where}: an environment needs a method {signature}")
     register_section("environment", target.__name__, section_from_signature(target, EnvironmentSection))
-    return target
-
-
-def tool(target: Target) -> Target:
-    """Register a tool under its name: `tools: [NAME]`, or `{name: NAME, ...}` with options.
-
-    It is a typed function, plain or async. The policy provides its arguments: the JSON schema comes from the types,
-    descriptions from the docstring (`Args:`). A parameter `task` receives the rollout's task and is not part of the
-    schema. Keyword-only parameters with a type and a default are keys of the run file. The policy sees the returned
-    value as text or JSON, and the message of an exception.
-
-    Raises ConfigError naming file and line: it is no function, or a parameter lacks a type.
-    """
-    from rollmill.rollout.tools.function_tool import FunctionTool
-
-    where = f"{source_location(target)}: {target.__name__}"
-    if not inspect.isfunction(target):
-        raise ConfigError(f"{where}: a tool is a function, plain or async")
-    FunctionTool(target)
-    register_section("tool", target.__name__, section_from_signature(target, ToolSection))
     return target
 
 

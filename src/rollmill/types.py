@@ -253,7 +253,7 @@ class Experience:
     info: dict[str, Any] = field(default_factory=dict)
     advantage: FloatArray | None = None  #: [T], set by the trainer in its training step
     pictures: Any = field(default=None, metadata={"stored": False})
-    """`rollmill.models.picture_prompts.PicturePrompt` of a prompt with pictures, set before the training step."""
+    """`rollmill.data.picture_prompts.PicturePrompt` of a prompt with pictures, set before the training step."""
     teacher_prompt: IntArray | None = field(default=None, metadata={"stored": False})
     """Teacher's prompt, in place of the tokens before the first action; set before the training step."""
     teacher_pictures: Any = field(default=None, metadata={"stored": False})

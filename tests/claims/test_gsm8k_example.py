@@ -13,8 +13,8 @@ from rollmill.data import encode_demonstration, load_taskset
 from rollmill.launch import run
 from rollmill.models.from_scratch import train_tokenizer
 from rollmill.orchestrator.setup import _texts
-from rollmill.trackers.console import PlainView
 from rollmill.trackers.metrics_log import read_metrics
+from rollmill.trackers.run_views import PlainView
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gsm8k.yaml"
 SHORT = [

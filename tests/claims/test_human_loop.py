@@ -13,8 +13,8 @@ from feedback_runs import served
 from tiny import tiny_run
 
 from rollmill.launch import run
-from rollmill.trackers.console import PlainView
 from rollmill.trackers.rollout_log import load_experiences
+from rollmill.trackers.run_views import PlainView
 from rollmill.types import Experience, ExperienceSource
 
 pytestmark = pytest.mark.service

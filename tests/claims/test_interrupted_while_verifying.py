@@ -11,7 +11,7 @@ import pytest
 from tiny import outcome, tiny_run
 
 from rollmill.launch import resume, run
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 
 RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}, "evaluation": None}
 OPERATOR = """

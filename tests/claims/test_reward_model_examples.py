@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollmill.launch import run
-from rollmill.trackers.console import PlainView
 from rollmill.trackers.metrics_log import read_metrics
+from rollmill.trackers.run_views import PlainView
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

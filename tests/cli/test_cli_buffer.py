@@ -21,7 +21,7 @@ from rollmill.buffer.sql import SqlStore
 from rollmill.cli import main
 from rollmill.config.buffer import ReplayConfig
 from rollmill.config.loader import load_run
-from rollmill.orchestrator.run_lock import hold_run_lock
+from rollmill.supervision.run_lock import hold_run_lock
 
 OK, FAILED, USAGE = 0, 1, 2
 

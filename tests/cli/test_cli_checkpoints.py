@@ -13,7 +13,7 @@ from tiny import tiny_run
 import rollmill
 from rollmill.cli import main
 from rollmill.orchestrator.checkpoint import Checkpoints
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 
 SHORT = {
     "stages": None,

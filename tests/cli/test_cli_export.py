@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rollmill
 from rollmill.cli import main
 from rollmill.cli.model_card import find_starting_model, render_model_card
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 
 IDS = torch.arange(2, 12)[None]
 FAILED, USAGE = 1, 2

@@ -17,8 +17,8 @@ from rollmill.cli.status import duration
 from rollmill.errors import RollmillError
 from rollmill.launch import run
 from rollmill.trackers import heartbeat
-from rollmill.trackers.console import PlainView
 from rollmill.trackers.heartbeat import HeartbeatWriter
+from rollmill.trackers.run_views import PlainView
 from rollmill.waiting import OUTAGES
 
 SHORT = {"stages": None, "algorithm": {"name": "grpo"}, "steps": 2, "evaluation": {"every": 1}}

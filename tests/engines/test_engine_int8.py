@@ -28,7 +28,7 @@ from rollmill.models.int8 import Int8Linear, int8_linears, require_int8_products
 from rollmill.models.load import load_policy
 from rollmill.models.lora import adapted_layers, merged_weight
 from rollmill.offload.plan import estimate_component_sizes
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 from rollmill.types import Completion
 
 CPU = torch.device("cpu")

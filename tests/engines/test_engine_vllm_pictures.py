@@ -18,11 +18,11 @@ from vllm_service import PYTHON, RunningEngine, needs_vllm
 from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
+from rollmill.data.picture_prompts import PicturePrompt, join_prompts
 from rollmill.engines.base import GenerationRequest, SampledToken
 from rollmill.errors import ConfigError
 from rollmill.models.hf_forward import hf_logprobs
 from rollmill.models.load import load_policy
-from rollmill.models.picture_prompts import PicturePrompt, join_prompts
 from rollmill.orchestrator.engine import build_vllm_engine
 from rollmill.types import Completion
 

@@ -14,12 +14,12 @@ from transformers import AutoConfig
 
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import SamplingConfig
+from rollmill.data.picture_prompts import PicturePrompt
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native.engine import NativeEngine
 from rollmill.errors import ModelError, TasksetError
 from rollmill.models.hf_forward import hf_logprobs
 from rollmill.models.load import PolicyModel, load_policy
-from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.models.vision import freeze_parts
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention

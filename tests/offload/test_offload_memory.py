@@ -38,7 +38,7 @@ TIGHT: dict[str, Any] = {
 PROGRAM = """
 import io, sys
 from rollmill.launch import run
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 run("run.yaml", out=sys.argv[1], view=PlainView(io.StringIO()))
 """
 

@@ -17,7 +17,7 @@ from rollmill.errors import TasksetError
 from rollmill.launch import resume, run
 from rollmill.quickstart.addition import rows as addition_rows
 from rollmill.trackers import load_experiences, read_metrics
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 from rollmill.trainer import Trainer
 
 FAST = {

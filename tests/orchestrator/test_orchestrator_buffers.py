@@ -20,8 +20,8 @@ from rollmill.cli import main
 from rollmill.errors import ConfigError, PipelineError
 from rollmill.launch import evaluate, resume, run
 from rollmill.trackers import read_metrics
-from rollmill.trackers.console import PlainView
 from rollmill.trackers.rollout_log import load_experiences
+from rollmill.trackers.run_views import PlainView
 from rollmill.types import Experience, ExperienceSource
 
 RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}, "evaluation": None}

@@ -15,7 +15,7 @@ from tiny import tiny_run
 import rollmill
 from rollmill.errors import ConfigError
 from rollmill.launch import next_free_folder, resume
-from rollmill.orchestrator.run_lock import TRAINER_LOCK, hold_run_lock, is_run_locked, will_restart
+from rollmill.supervision.run_lock import TRAINER_LOCK, hold_run_lock, is_run_locked, will_restart
 
 
 def test_a_run_that_goes_on_cannot_be_started_or_resumed_again(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError
 from rollmill.launch import resume
 from rollmill.rollout.served_model import check_endpoint_support
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 
 WORDS = [
     {"prompt": f"up {a}{b}:", "answer": (a + b).upper(), "response": f"{a}{b}#".upper()} for a in "abc" for b in "abc"

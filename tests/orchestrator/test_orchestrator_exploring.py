@@ -14,8 +14,8 @@ from rollmill.cli import main
 from rollmill.errors import ConfigError
 from rollmill.launch import run
 from rollmill.trackers import read_metrics
-from rollmill.trackers.console import PlainView
 from rollmill.trackers.rollout_log import load_experiences
+from rollmill.trackers.run_views import PlainView
 
 RL: dict[str, Any] = {
     "stages": None,

@@ -16,8 +16,8 @@ from rollmill.cli import main
 from rollmill.errors import StoreError
 from rollmill.launch import resume, run
 from rollmill.trackers import read_metrics
-from rollmill.trackers.console import PlainView
 from rollmill.trackers.rollout_log import load_experiences
+from rollmill.trackers.run_views import PlainView
 from rollmill.types import ExperienceSource
 
 MINE = """

@@ -19,7 +19,7 @@ from rollmill.offload import OffloadManager
 from rollmill.offload.plan import estimate_component_sizes
 from rollmill.orchestrator.stages import Stage
 from rollmill.trackers import read_metrics
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 
 EVERYTHING: dict[str, Any] = {"optimizer": "disk", "cache": "destroyed"}
 RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}, "steps": 4}

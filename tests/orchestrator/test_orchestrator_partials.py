@@ -15,8 +15,8 @@ from tiny import merged, outcome, require_log_probs, tiny_run
 from rollmill.buffer.base import version_segments
 from rollmill.launch import resume, run
 from rollmill.trackers import read_metrics
-from rollmill.trackers.console import PlainView
 from rollmill.trackers.rollout_log import load_experiences
+from rollmill.trackers.run_views import PlainView
 from rollmill.types import Experience, StopReason
 
 RL: dict[str, Any] = {

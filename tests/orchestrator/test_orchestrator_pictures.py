@@ -22,11 +22,11 @@ from rollmill.config.model import ModelConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import encode_pictures, encode_prompt, load_taskset, render_prompt
 from rollmill.data.images import image_refs_of
+from rollmill.data.picture_prompts import read_processor
 from rollmill.data.picture_turns import refer_to
 from rollmill.errors import ConfigError, EngineError, ModelError, TasksetError
 from rollmill.launch import resume
 from rollmill.models.load import PolicyModel, load_policy
-from rollmill.models.picture_prompts import read_processor
 from rollmill.orchestrator.setup import set_up_run
 from rollmill.rollout.chat import ChatRenderer, RecordedReply
 from rollmill.types import Task

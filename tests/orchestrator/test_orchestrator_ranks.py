@@ -17,8 +17,8 @@ from tiny import tiny_run
 
 from rollmill.errors import TrainingError
 from rollmill.launch import resume, run
-from rollmill.trackers.console import PlainView
 from rollmill.trackers.metrics_log import read_metrics
+from rollmill.trackers.run_views import PlainView
 from rollmill.trainer import DistributedTrainer
 from rollmill.trainer.distributed.rank_handle import ProcessRankHandle
 from rollmill.types import Experience

@@ -16,7 +16,7 @@ from rollmill.errors import ModelError
 from rollmill.launch import resume, run
 from rollmill.rewards import reward_model as model_module
 from rollmill.trackers import read_metrics
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 
 TASKS = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 40}, "fields": {"rejected": "answer"}}
 RUN: dict[str, Any] = {

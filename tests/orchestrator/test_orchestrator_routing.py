@@ -14,7 +14,7 @@ from toys import toy_checkpoint
 
 from rollmill.errors import ConfigError
 from rollmill.launch import resume, run
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 
 STEPS = 4
 RL: dict[str, Any] = {

@@ -21,8 +21,8 @@ from rollmill.orchestrator.missing_verdicts import rewards_without_verdict
 from rollmill.orchestrator.stuck_run import StuckDetector
 from rollmill.registry import import_file
 from rollmill.trackers import read_metrics
-from rollmill.trackers.console import PlainView
 from rollmill.trackers.event_log import STUCK, read_events
+from rollmill.trackers.run_views import PlainView
 from rollmill.trainer import Trainer
 from rollmill.types import Experience
 

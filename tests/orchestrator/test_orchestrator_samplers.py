@@ -13,7 +13,7 @@ from tiny import TASKS, outcome, tiny_run
 
 from rollmill.errors import TasksetError
 from rollmill.launch import resume, run
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 
 MIX: list[dict[str, Any]] = [
     {

@@ -21,8 +21,8 @@ from rollmill.errors import DeadlineError, PipelineError, StoreError
 from rollmill.launch import resume, run
 from rollmill.orchestrator.pacing import Pacing
 from rollmill.trackers import read_metrics
-from rollmill.trackers.console import PlainView
 from rollmill.trackers.rollout_log import load_experiences
+from rollmill.trackers.run_views import PlainView
 
 RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}, "evaluation": None}
 

@@ -21,11 +21,11 @@ from vllm_service import PYTHON, needs_vllm
 from rollmill.cli import main
 from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError, CorruptFileError
-from rollmill.orchestrator.run_lock import hold_run_lock
 from rollmill.remote import scaling
 from rollmill.remote.joined_explorers import JoinedExplorers
 from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST, pending_request, read_answer
 from rollmill.remote.worker_pool import WorkerPool
+from rollmill.supervision.run_lock import hold_run_lock
 from rollmill.trackers.event_log import SCALE, read_events
 from rollmill.trackers.heartbeat import CONFIG, HeartbeatRecord, read_heartbeats
 

@@ -25,7 +25,7 @@ from rollmill.launch import run
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 from rollmill.rewards.judges import endpoint as endpoint_module
 from rollmill.rewards.judges.failures import retry_after
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 
 SEVEN = 'It is fine.\n{"score": 7}'
 

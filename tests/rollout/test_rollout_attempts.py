@@ -13,7 +13,7 @@ import rollmill
 from rollmill.errors import PipelineError, RewardError, WorkflowError
 from rollmill.launch import run
 from rollmill.trackers import read_metrics
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 from rollmill.types import Experience
 
 RL: dict[str, Any] = {

@@ -18,7 +18,7 @@ from rollmill.engines.base import Draft
 from rollmill.launch import resume, run
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.trackers import load_experiences, read_metrics
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 from rollmill.types import DraftUse, drafted_tokens
 
 FEW: dict[str, Any] = {"options": TASKS["options"] | {"size": 8}}

@@ -34,13 +34,12 @@ from rollmill.data.renderer import Renderer
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ChatTemplateError
 from rollmill.models.from_scratch import save_policy
-from rollmill.registry import tool
 from rollmill.rewards import build_reward_manager
 from rollmill.rollout import Explorer
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.resources import WorkflowResources, build_workflow
 from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
-from rollmill.rollout.tools.function_tool import FunctionTool
+from rollmill.rollout.tools.function_tool import FunctionTool, tool
 from rollmill.types import Completion, Experience, Message, StopReason, Task
 
 FAST = ("qwen3", "gptoss", "qwen3_5_think")

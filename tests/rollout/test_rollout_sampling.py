@@ -9,7 +9,7 @@ from tiny import tiny_run
 
 import rollmill
 from rollmill.launch import run
-from rollmill.trackers.console import PlainView
+from rollmill.trackers.run_views import PlainView
 from rollmill.types import StopReason
 
 FLOW = """

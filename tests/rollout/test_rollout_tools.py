@@ -20,10 +20,9 @@ from pydantic import BaseModel, TypeAdapter
 from rollmill.config.tools import CalculatorTool, PythonTool, SearchTool, ToolSection
 from rollmill.data.images import PictureFolder
 from rollmill.errors import ConfigError, WorkflowError
-from rollmill.registry import tool
 from rollmill.rollout.environments.base import picture_parts
 from rollmill.rollout.tools.calculator import calculator
-from rollmill.rollout.tools.function_tool import FunctionTool
+from rollmill.rollout.tools.function_tool import FunctionTool, tool
 from rollmill.rollout.tools.pool import ToolPool
 from rollmill.rollout.tools.search import BM25Index, split_passages
 from rollmill.rollout.tools.toolbox import Tool, Toolbox, ToolError

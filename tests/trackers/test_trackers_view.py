@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from run_factory import evaluation_metrics, rollouts, training_metrics
 
-from rollmill.trackers.console import (
-    PlainView,
-    RunProgress,
-    format_duration,
-    format_metric,
-    make_view,
-    one_line,
-    printable,
-)
+from rollmill.trackers.console import RunProgress, format_duration, format_metric, one_line, printable
 from rollmill.trackers.live_console import LiveView, sparkline
+from rollmill.trackers.run_views import PlainView, make_view
 
 STAGES = [("sft", 20), ("rl", 40)]
 

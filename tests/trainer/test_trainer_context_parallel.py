@@ -19,8 +19,8 @@ from torch import Tensor
 from toys import toy_model
 
 from bench.tiny_architectures import tiny_model
+from rollmill.data.picture_prompts import PicturePrompt
 from rollmill.errors import ConfigError
-from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.models.routing import routing_shape
 from rollmill.models.vision import freeze_parts
 from rollmill.trainer.batch import build_micro_batches, build_token_table

@@ -15,9 +15,9 @@ from toys import toy_checkpoint
 from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import load_taskset
+from rollmill.data.picture_prompts import PicturePrompt
 from rollmill.errors import ModelError
 from rollmill.models.load import PolicyModel, load_teacher
-from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.orchestrator.privileged_context import PrivilegedContext
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.critic import ValueModel

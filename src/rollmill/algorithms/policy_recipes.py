@@ -38,7 +38,7 @@ Weight = float | Callable[[int], float]
 
 @dataclass(frozen=True, slots=True)
 class RecipeSettings:
-    """What a recipe takes from the run besides the `algorithm` section.
+    """The part of the run besides the `algorithm` section that a recipe uses.
 
     Args:
         max_new_tokens: maximum length of a completion, for the `constant` aggregation and the overlong penalty.
@@ -83,7 +83,7 @@ def policy_gradient(
         advantage=_advantage(options, settings) if by_completion else None,
         token_advantage=_token_advantage(options, settings) if advantage.per_token else None,
         critic_advantage=bind_options(advantage) if advantage.uses_critic else None,
-        critic=options.critic if advantage.uses_critic else None,
+        critic=options.active_critic,
         kl=options.kl,
         entropy=options.entropy,
         entropy_control=options.entropy_control,

@@ -14,8 +14,9 @@ from typing import TypeVar
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.plugins import call_hook
 from rollmill.startup import open_missing_streams
-from rollmill.trackers.console import RunView, Stages, make_view
+from rollmill.trackers.console import Stages
 from rollmill.trackers.metrics_log import Metrics
+from rollmill.trackers.run_views import RunView, make_view
 from rollmill.types import Experience
 
 _POLL_S = 0.2

@@ -1,29 +1,23 @@
-"""The commands as functions: evaluate, grade and resume, for models and data that a script holds."""
+"""The commands as functions: grade and resume, for runs and data that a script holds."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rollmill.api.foreground import run_in_foreground
-from rollmill.api.inputs import RunInputs
-from rollmill.api.training_run import INPUTS, RUN_FILE, TrainingRun
-from rollmill.config.evaluation import EvaluationConfig
+from rollmill.api.inputs import INPUTS, RUN_FILE, RunInputs
+from rollmill.api.training_run import TrainingRun
 from rollmill.config.loader import load_evaluation_run
-from rollmill.config.rollout import RolloutConfig
 from rollmill.config.yaml_file import write_yaml
-from rollmill.errors import ConfigError
 from rollmill.files import atomic_write
 
 if TYPE_CHECKING:
     from rollmill.orchestrator.run_control import Callback
     from rollmill.rewards import RewardResult
-
-_CONFIG = "config.yaml"
 
 
 def resume(run: str | Path | TrainingRun, callbacks: Sequence[Callback] = (), **settings: Any) -> TrainingRun:
@@ -36,71 +30,6 @@ def resume(run: str | Path | TrainingRun, callbacks: Sequence[Callback] = (), **
     opened = run if isinstance(run, TrainingRun) else TrainingRun.open(run)
     opened.callbacks = callbacks or opened.callbacks
     return opened.resume(**settings)
-
-
-def evaluate(
-    model: Any,
-    step: int | None = None,
-    *,
-    dataset: Any = None,
-    rewards: Any = None,
-    tokenizer: Any = None,
-    **settings: Any,
-) -> dict[str, Any]:
-    """Measure a run's checkpoint by the run's own evaluation, or any model on a dataset.
-
-    Args:
-        model: a run or its directory, a model's folder or hub id, or a loaded transformers model.
-        step: of a run's checkpoint; default: the newest.
-        dataset, rewards: the held-out tasks and what scores them, as for a run; default: those of the run.
-        tokenizer: of a loaded model.
-        settings: keys of `evaluation` (`samples=8`, `k=[1, 8]`, `limit=100`) and of `rollout` (`max_new_tokens=64`).
-
-    Returns the metrics, such as eval/greedy and eval/sampled.
-
-    Raises:
-        ConfigError: there is nothing to evaluate, or a setting is wrong.
-        CheckpointError: the run has no such checkpoint.
-    """
-    folder = model.folder if isinstance(model, TrainingRun) else model
-    is_run = isinstance(folder, str | Path) and (Path(folder) / _CONFIG).is_file()
-    if is_run and dataset is None and rewards is None:
-        from rollmill import launch
-
-        overrides = [f"evaluation.{key}={json.dumps(value)}" for key, value in settings.items()]
-        return run_in_foreground(lambda view, interrupts: launch.evaluate(folder, step, overrides))
-    if dataset is None or (rewards is None and not is_run):
-        raise ConfigError("evaluate: a model needs `dataset` and `rewards`; only a run's own evaluation has both")
-    with TemporaryDirectory(prefix="rollmill-evaluate-") as temporary:
-        inputs = RunInputs(Path(temporary) / INPUTS)
-        target = Path(folder) if is_run else Path(inputs.model(model, tokenizer)["path"])
-        values = _evaluation_file(dataset, rewards, settings)
-        if is_run and rewards is None:
-            values["rewards"] = load_evaluation_run(Path(folder) / _CONFIG).stages[-1].rewards
-        file = Path(temporary) / RUN_FILE
-        atomic_write(file, write_yaml(inputs.section(values)).encode())
-        return run_in_foreground(lambda view, interrupts: _measure(target, step, file, Path(temporary)))
-
-
-def _evaluation_file(dataset: Any, rewards: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    evaluation: dict[str, Any] = {"taskset": dataset}
-    rollout: dict[str, Any] = {}
-    for key, value in settings.items():
-        if key not in EvaluationConfig.model_fields and key not in RolloutConfig.model_fields:
-            raise ConfigError(f"evaluate: no setting `{key}`; give keys of `evaluation` and `rollout`")
-        (evaluation if key in EvaluationConfig.model_fields else rollout)[key] = value
-    return {"evaluation": evaluation, "rollout": rollout, "rewards": rewards}
-
-
-def _measure(target: Path, step: int | None, file: Path, folder: Path) -> dict[str, Any]:
-    from rollmill.orchestrator.bench import bench, settings_of
-    from rollmill.orchestrator.eval_targets import find_eval_targets
-
-    chosen = find_eval_targets([target], "last" if step is None else str(step))
-    loaded, stage = settings_of(file, chosen, (), None, ())
-    results = bench(loaded, stage, chosen, folder, lambda text: None)
-    [cell] = results.cells
-    return cell.result.metrics() | ({} if cell.subject.step is None else {"step": cell.subject.step})
 
 
 def grade(rows: Sequence[Mapping[str, Any]], rewards: Any, *, workers: int | None = None) -> list[RewardResult]:

@@ -23,6 +23,9 @@ from rollmill.user_code import store_object
 
 _MARK = ".complete"
 
+INPUTS, RUN_FILE = "inputs", "run.yaml"
+"""Names of the folder of a script's models and data, and of the run file written from them."""
+
 
 class RunInputs:
     """Writes what a run gets as Python objects into `folder`, and returns the run file's entries for it.

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 from weakref import WeakValueDictionary
 
-from rollmill.api.inputs import RunInputs
+from rollmill.api.evaluation import evaluate
+from rollmill.api.inputs import INPUTS, RUN_FILE, RunInputs
 from rollmill.config.algorithms import known_algorithms
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rollout import RolloutConfig
@@ -24,10 +25,9 @@ from rollmill.user_code import did_you_mean
 if TYPE_CHECKING:
     from rollmill.orchestrator.interrupt import Interrupts
     from rollmill.orchestrator.run_control import Callback
-    from rollmill.trackers.console import RunView
+    from rollmill.trackers.run_views import RunView
     from rollmill.types import Experience
 
-INPUTS, RUN_FILE = "inputs", "run.yaml"
 _CONFIG, _REPORT = "config.yaml", "report.html"
 _reserved: WeakValueDictionary[str, TrainingRun] = WeakValueDictionary()
 
@@ -171,8 +171,6 @@ class TrainingRun:
 
     def evaluate(self, step: int | None = None, **settings: Any) -> dict[str, Any]:
         """Evaluate a checkpoint (default: the newest) by the run's evaluation; see `rollmill.evaluate`."""
-        from rollmill.api.functions import evaluate
-
         return evaluate(self, step, **settings)
 
     # -- results -----------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def _await_start(run: Path, wait_s: float) -> None:
     known = [run / "config.yaml", run / "machine.json", run / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE]
     began, announced = time.monotonic(), False
     while not all(file.is_file() for file in known):
-        from rollmill.orchestrator.run_lock import is_run_locked
+        from rollmill.supervision.run_lock import is_run_locked
 
         starting = run.is_dir() and is_run_locked(run)
         waited = time.monotonic() - began

@@ -172,8 +172,8 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
     """
     from rollmill.config.checks.conflicts import require_workflows
     from rollmill.data.images import require_seen
-    from rollmill.rewards.base import require_references, require_verdicts
     from rollmill.rewards.python import load_reward_function
+    from rollmill.rewards.references import require_references, require_verdicts
 
     found: dict[tuple[str, str], Taskset] = {}
     loaded: dict[str, Taskset] = {}

@@ -14,7 +14,7 @@ from rollmill.errors import RollmillError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from rollmill.trackers.console import PlainView
+    from rollmill.trackers.run_views import PlainView
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -76,7 +76,7 @@ def print_json(value: Any) -> None:
 
 def progress_view(as_json: bool) -> PlainView | None:
     """The view of a run's progress: lines on stderr if stdout holds JSON alone, else None for the default view."""
-    from rollmill.trackers.console import PlainView
+    from rollmill.trackers.run_views import PlainView
 
     return PlainView(sys.stderr) if as_json else None
 

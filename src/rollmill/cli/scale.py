@@ -50,7 +50,7 @@ def command(
 
 def _goes_on(run: Path, state: str) -> bool:
     """True if the run is in progress; while it is resumed, its processes have not reported yet."""
-    from rollmill.orchestrator.run_lock import is_run_locked, will_restart
+    from rollmill.supervision.run_lock import is_run_locked, will_restart
 
     return state in _GOES_ON or is_run_locked(run) or (state == "killed" and will_restart(run))
 

@@ -39,7 +39,7 @@ from rollmill.config.validation_errors import explain_validation_error
 from rollmill.config.yaml_file import parse_override_value, read_yaml, write_yaml
 from rollmill.errors import ConfigError
 from rollmill.files import describe_non_file
-from rollmill.registry import import_file
+from rollmill.user_code import import_file
 
 # Overrides (`--set section.key=value`)
 

@@ -36,7 +36,7 @@ from rollmill.types import (
 )
 
 if TYPE_CHECKING:
-    from rollmill.models.picture_prompts import PictureProcessor, PicturePrompt
+    from rollmill.data.picture_prompts import PictureProcessor, PicturePrompt
 
 LearnedTurns = Literal["last", "all"]
 """Turns of a conversation that are imitated: the last of the assistant's, or all of them."""

@@ -20,7 +20,7 @@ from rollmill.data.images import ImageRef, PictureFolder, image_refs_of, read_im
 from rollmill.errors import TasksetError
 
 if TYPE_CHECKING:
-    from rollmill.models.picture_prompts import PictureProcessor, PicturePrompt
+    from rollmill.data.picture_prompts import PictureProcessor, PicturePrompt
     from rollmill.types import Experience
 
 PICTURE_TURNS = "picture_turns"
@@ -105,7 +105,7 @@ def join_turns(
 
     Raises TasksetError as `encode_turn`, and if the tokens are not those that the pictures are encoded as now.
     """
-    from rollmill.models.picture_prompts import join_prompts
+    from rollmill.data.picture_prompts import join_prompts
 
     if not turns:
         return None

@@ -12,7 +12,7 @@ from rollmill.types import Completion, DraftUseArray, FloatArray, IntArray, Rout
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollmill.models.picture_prompts import PicturePrompt
+    from rollmill.data.picture_prompts import PicturePrompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

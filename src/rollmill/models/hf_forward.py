@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollmill.models.picture_prompts import PicturePrompt
+from rollmill.data.picture_prompts import PicturePrompt
 from rollmill.models.vision import picture_processor
 
 SHORT_WINDOW = 8  #: windows and chunks shrink to this, so that short sequences exceed them

@@ -25,6 +25,7 @@ from transformers import (
 
 from rollmill.config.checks.pictures import BOTH_WAYS, VISION_MODELS
 from rollmill.config.model import ModelConfig, NewModelConfig
+from rollmill.data.picture_prompts import read_processor
 from rollmill.data.renderer import renderer_of
 from rollmill.errors import ChatTemplateError, ModelError, describe_read_error
 from rollmill.models.from_scratch import init_model, silence_transformers, train_tokenizer
@@ -32,7 +33,6 @@ from rollmill.models.gguf import find_gguf, forget_quantization, hide_progress, 
 from rollmill.models.hf_forward import picture_prompts
 from rollmill.models.lora import BASE_FOLDER, add_lora
 from rollmill.models.merged_checkpoint import stored_tensors
-from rollmill.models.picture_prompts import read_processor
 from rollmill.models.quantization import Quantization, quantize_linears
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.storage import ensure_own_memory, narrow_weights

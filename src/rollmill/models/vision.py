@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from rollmill.data.picture_prompts import PictureProcessor, PicturePrompt
 from rollmill.errors import ModelError
-from rollmill.models.picture_prompts import PictureProcessor, PicturePrompt
 
 _TOWERS = ("visual", "vision_tower", "vision_model")
 _PROJECTORS = ("visual.merger", "visual.deepstack_merger_list", "multi_modal_projector", "connector")

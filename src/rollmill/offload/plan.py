@@ -10,8 +10,6 @@ import psutil
 import torch
 from torch import nn
 
-from rollmill.config.algorithms.base import PolicyGradientOptions
-from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.config.checks.offload import component_phases, reward_models
 from rollmill.config.engines import EngineSection, NativeEngineConfig, VLLMEngineConfig
 from rollmill.config.offload import Phase
@@ -147,11 +145,11 @@ def estimate_component_sizes(
     }
     if "reference" in needs and not has_lora(model):
         sizes["reference"] = sizes["policy"]
-    if "teacher" in needs and isinstance(stage.algorithm, SelfDistill) and not has_lora(model):
+    if "teacher" in needs and stage.algorithm.teacher_folder is None and not has_lora(model):
         sizes["teacher"] = sizes["policy"]
     if "critic" in needs:
-        assert isinstance(stage.algorithm, PolicyGradientOptions)
-        own = stage.algorithm.critic.network == "own"
+        assert stage.algorithm.active_critic is not None
+        own = stage.algorithm.active_critic.network == "own"
         head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1, device="meta")
         copied = [*(model.base_model.parameters() if own else []), *head.parameters()]
         learning = [parameter for parameter in copied if parameter.requires_grad]

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollmill.config.engines import EngineConfig
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.trackers.heartbeat import HeartbeatWriter
 
 if TYPE_CHECKING:
-    from rollmill.remote.rollout_backend import ExplorerFleet
+    from rollmill.orchestrator.stages import RolloutBackend, Stage
+
+
+class ExplorerPool(Protocol):
+    """Explorers in other processes, from which the stages of a run get their rollouts."""
+
+    def rollouts(self, stage: Stage) -> RolloutBackend:
+        """Make the explorers ready for a stage."""
+        ...
+
+    def serving(self, message: Callable[[str], None]) -> AbstractAsyncContextManager[None]:
+        """Inside, explorers can be reached; `message` tells the user what happens to them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +40,7 @@ class RunContext:
     buffers: Buffers
     plugins: Sequence[Path] = ()  #: plugin files that every process imports
     heartbeat: HeartbeatWriter | None = None  #: of this process, while it works on a run
-    explorers: ExplorerFleet | None = None  #: in other processes; None: rollouts are made in this one
+    explorers: ExplorerPool | None = None  #: in other processes; None: rollouts are made in this one
     engines: Sequence[EngineConfig | None] | None = None  #: of explorers elsewhere on the device (`engines_on_device`)
     ranks: Sequence[dict[str, Any]] = ()  #: how Ray starts the other ranks; empty: child processes
 

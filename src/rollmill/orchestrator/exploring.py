@@ -26,12 +26,12 @@ from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.components import build_rollout_components, build_stage_pipeline, build_stage_rewards
 from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.explorer_factory import ExplorerFactory
-from rollmill.orchestrator.run_lock import hold_run_lock
 from rollmill.orchestrator.setup import set_up_run
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.pipelines import Pipeline
 from rollmill.rewards.resources import close_warm_pools
 from rollmill.seeds import derive_seed
+from rollmill.supervision.run_lock import hold_run_lock
 from rollmill.trackers.heartbeat import keep_heartbeat
 from rollmill.trackers.metrics_log import read_metrics
 from rollmill.trackers.trace import Trace

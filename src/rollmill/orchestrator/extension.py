@@ -17,8 +17,8 @@ from rollmill.errors import CheckpointError, ConfigError
 from rollmill.files import atomic_write
 from rollmill.orchestrator.checkpoint import Checkpoints, read_state
 from rollmill.orchestrator.manifest import STATE
-from rollmill.orchestrator.run_lock import hold_run_lock
 from rollmill.orchestrator.state import RunState, StageState
+from rollmill.supervision.run_lock import hold_run_lock
 from rollmill.trackers.event_log import CHANGED, record_event
 
 FINISHED = "finished"

@@ -17,11 +17,12 @@ from rollmill.files import explain_write_errors, sync
 from rollmill.plugins import call_hook
 from rollmill.registry import build_component
 from rollmill.trackers.background import BackgroundTracker
-from rollmill.trackers.console import RunView, Stages
+from rollmill.trackers.console import Stages
 from rollmill.trackers.event_log import INCIDENT, STUCK, record_event
 from rollmill.trackers.metric_names import add_names
 from rollmill.trackers.metrics_log import Metrics, MetricsLog, TrackedRun, Tracker, read_metrics, write_summary
 from rollmill.trackers.rollout_log import RolloutLog
+from rollmill.trackers.run_views import RunView
 from rollmill.trackers.step_timeline import TIMELINE_FILE, drop_steps_after, write_step_timeline
 from rollmill.trackers.trace import Span
 from rollmill.types import Experience

@@ -9,8 +9,8 @@ import numpy as np
 
 from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.data import encode_privileged_prompt
+from rollmill.data.picture_prompts import PicturePrompt
 from rollmill.data.template import PromptTemplate
-from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.types import ROLE_KEY, Experience, IntArray, Task, split_reasoning
 
 

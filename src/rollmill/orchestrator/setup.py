@@ -43,7 +43,7 @@ from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
-from rollmill.rewards.base import require_references, require_verdicts
+from rollmill.rewards.references import require_references, require_verdicts
 from rollmill.rewards.resources import close_warm_pools
 from rollmill.trackers.host_memory import keep_freed_blocks, return_large_blocks
 from rollmill.trainer import StepSize, choose_precision, choose_threads

@@ -31,7 +31,6 @@ from rollmill.orchestrator.phases import MOVE, PhaseTrace
 from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.progress import uncounted_work
-from rollmill.remote.rollout_backend import RemoteRollouts
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.seeds import derive_seed
 
@@ -238,7 +237,7 @@ class Stage:
         explorers = self.context.explorers
         if explorers is None or self.rewards is None:
             return LocalRollouts(self)
-        return RemoteRollouts(self, explorers)
+        return explorers.rollouts(self)
 
     @property
     def version(self) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
-from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.rewards.base import attainable_maximum, reward_part_names
 from rollmill.config.run import StageConfig
 from rollmill.config.trackers import MonitorConfig
@@ -81,8 +80,8 @@ class StuckDetector:
 
 def _symptoms(stage: StageConfig, metrics: Mapping[str, Any], trained: int) -> set[Symptom]:
     algorithm = stage.algorithm
-    critic = isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic and algorithm.critic
-    if critic and trained <= critic.warmup_steps:
+    critic = algorithm.active_critic
+    if critic is not None and trained <= critic.warmup_steps:
         return set()  # the policy is not trained yet
     reward = metrics.get("reward/mean")
     if reward == 0 and metrics.get("reward/std") == 0:

@@ -12,9 +12,9 @@ from typing import Any, TextIO
 from rollmill.errors import ConfigError
 from rollmill.launch import run
 from rollmill.orchestrator.orchestrator import EVALUATIONS
-from rollmill.trackers.console import PlainView, RunView, make_view
 from rollmill.trackers.metrics_log import Metrics
 from rollmill.trackers.rollout_log import decode_experience
+from rollmill.trackers.run_views import PlainView, RunView, make_view
 from rollmill.types import Experience
 
 RUN_FILE = "addition.yaml"

@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollmill.errors import RollmillError
+from rollmill.orchestrator.stages import Stage
 from rollmill.remote.connection import LOST, ConnectedWorker, accept_worker
-from rollmill.remote.rollout_backend import WeightTransport
+from rollmill.remote.rollout_backend import RemoteRollouts, WeightTransport
 from rollmill.remote.run_state import EXPLORER, TRAINER_STATUS, TrainerStatus, describe_explorers
 from rollmill.remote.scaling import (
     LEAVE_S,
@@ -48,6 +49,9 @@ class JoinedExplorers:
         self._key = secrets.token_bytes(_KEY_BYTES)
         answer = read_answer(run_dir)
         self._limit = None if answer is None else answer.explorers  # None: any number may join
+
+    def rollouts(self, stage: Stage) -> RemoteRollouts:
+        return RemoteRollouts(stage, self)
 
     def share(self, setup: WorkerSetup) -> WorkerSetup:
         """Explorers load the model themselves, on their own devices."""

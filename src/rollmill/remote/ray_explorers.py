@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.config.placement import ExplorerSpec, RayPlacement
+from rollmill.orchestrator.stages import Stage
 from rollmill.ray_session import host_address, join, ray_module
 from rollmill.remote.explorer_worker import ExplorerWorker
-from rollmill.remote.rollout_backend import WeightTransport
+from rollmill.remote.rollout_backend import RemoteRollouts, WeightTransport
 from rollmill.remote.run_state import EXPLORER, WEIGHTS
 from rollmill.remote.scaling import LEAVE_S, count_explorers
 from rollmill.remote.stage_worker import WorkerSetup
@@ -75,6 +76,9 @@ class RayExplorers:
         folder = str(Path(placement.weights_folder or run_dir / WEIGHTS).absolute())
         engines = [kind.engine for kind in placement.explorers]
         self.transport = WeightTransport(placement.weights, folder, host_address(), placement.nccl, engines)
+
+    def rollouts(self, stage: Stage) -> RemoteRollouts:
+        return RemoteRollouts(stage, self)
 
     def share(self, setup: WorkerSetup) -> Any:
         """All explorers of a host read one copy."""

@@ -7,8 +7,8 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -23,7 +23,7 @@ from rollmill.errors import DeadlineError, RollmillError
 from rollmill.models.load import PolicyModel
 from rollmill.offload.plan import engine_leaves
 from rollmill.orchestrator.components import build_rollouts
-from rollmill.orchestrator.context import RunContext
+from rollmill.orchestrator.context import ExplorerPool, RunContext
 from rollmill.orchestrator.engine import build_native_engine, shared_checksum
 from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.progress import Progress, count_progress
@@ -63,7 +63,7 @@ class WeightTransport:
     engines: Sequence[EngineConfig | None] = ()  #: engine of each kind of explorer; None: the stage's
 
 
-class ExplorerFleet(Protocol):
+class ExplorerFleet(ExplorerPool, Protocol):
     """The explorers of a run, and what depends on who has launched them: Ray, or the user."""
 
     pool: WorkerPool
@@ -85,10 +85,6 @@ class ExplorerFleet(Protocol):
 
     def describe(self) -> str:
         """Describe the state of explorers, as a part of an error."""
-        ...
-
-    def serving(self, message: Callable[[str], None]) -> AbstractAsyncContextManager[None]:
-        """Inside, explorers can be reached; `message` tells the user what happens to them."""
         ...
 
 

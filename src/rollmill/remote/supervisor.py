@@ -29,10 +29,10 @@ from rollmill.remote.trainer_actor import Execute, RunEnded, RunStalled, Trainer
 from rollmill.remote.worker_pool import SHUTDOWN_S, START_S
 from rollmill.supervision.budget import RestartBudget
 from rollmill.supervision.memory import MemoryReduction
-from rollmill.trackers.console import PlainView, RunView, make_view
 from rollmill.trackers.event_log import RESTART, record_event
 from rollmill.trackers.heartbeat import trainer_activity
 from rollmill.trackers.metrics_log import write_summary
+from rollmill.trackers.run_views import PlainView, RunView, make_view
 from rollmill.waiting import wait_with_grace
 
 _POLL_S, _TRIES = 5.0, 5

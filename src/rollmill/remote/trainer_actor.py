@@ -16,12 +16,12 @@ from rollmill.config.loader import load_run
 from rollmill.config.placement import RayPlacement
 from rollmill.errors import is_out_of_memory, is_recoverable
 from rollmill.orchestrator.interrupt import Interrupts
-from rollmill.orchestrator.run_lock import TRAINER_LOCK, hold_run_lock
 from rollmill.progress import has_worked
 from rollmill.remote.connection import portable_error
 from rollmill.remote.ray_explorers import RayExplorers
 from rollmill.supervision.attempt import REDUCED
 from rollmill.supervision.memory import MemoryReduction
+from rollmill.supervision.run_lock import TRAINER_LOCK, hold_run_lock
 from rollmill.supervision.watchdog import StallWatchdog, blocked_in, memory_file, read_stacks, write_stacks
 from rollmill.trackers.console import Stages
 from rollmill.trackers.event_log import record_event

@@ -22,7 +22,7 @@ from rollmill.errors import ChatTemplateError, EngineError, TasksetError
 from rollmill.types import Completion, ParsedReply
 
 if TYPE_CHECKING:
-    from rollmill.models.picture_prompts import PictureProcessor, PicturePrompt
+    from rollmill.data.picture_prompts import PictureProcessor, PicturePrompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ import psutil
 
 from rollmill.config.supervision import SupervisionConfig
 from rollmill.errors import ConfigError, RollmillError, count_oom_kills
-from rollmill.orchestrator.run_lock import hold_run_lock
 from rollmill.progress import (
     end_for_restart,
     has_worked,
@@ -34,6 +33,7 @@ from rollmill.startup import ending_signals
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.supervision.budget import RestartBudget, RunFailedError
 from rollmill.supervision.memory import MemoryReduction
+from rollmill.supervision.run_lock import hold_run_lock
 from rollmill.supervision.watchdog import StallWatchdog, blocked_in, dump_stacks, read_stacks, write_stacks
 from rollmill.trackers.event_log import RESTART, record_event
 from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatRecord, read_heartbeats, trainer_activity

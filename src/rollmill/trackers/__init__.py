@@ -1,6 +1,5 @@
 """Trackers of a run: metrics, rollouts, console, TensorBoard, heartbeats and the summary."""
 
-from rollmill.trackers.console import PlainView, RunView, make_view
 from rollmill.trackers.metrics_log import (
     MetricsLog,
     TrackedRun,
@@ -12,6 +11,7 @@ from rollmill.trackers.metrics_log import (
     write_summary,
 )
 from rollmill.trackers.rollout_log import RolloutLog, iter_experiences, load_experiences, stored_steps
+from rollmill.trackers.run_views import PlainView, RunView, make_view
 
 __all__ = [
     "MetricsLog",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rollmill.data.picture_prompts import Block
 from rollmill.models.attention import (
     AttentionOptions,
     AttentionWindow,
@@ -22,7 +23,6 @@ from rollmill.models.attention import (
     varlen_available,
 )
 from rollmill.models.attention_after_prefixes import Family, attend_after_prefixes
-from rollmill.models.picture_prompts import Block
 from rollmill.models.recurrent import RecurrentCall, RecurrentState
 from rollmill.trainer.attention_blocks import (
     AttentionBlock,

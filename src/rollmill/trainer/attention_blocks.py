@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from rollmill.data.picture_prompts import Block
 from rollmill.models.attention import AttentionOptions, AttentionWindow, append_sinks, fits_window, window_mask
 from rollmill.models.attention_after_prefixes import Family, handles
-from rollmill.models.picture_prompts import Block
 
 _SHORT = 6_000_000  # scores of a block (24 MB in fp32); larger blocks would allocate new memory at every call
 MASK_ELEMENTS = 1 << 24  #: of a mask, beyond which queries are processed in pieces, with a mask each

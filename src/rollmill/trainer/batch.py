@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rollmill.data.picture_prompts import Block
 from rollmill.models.attention import AttentionContext
-from rollmill.models.picture_prompts import Block
 from rollmill.models.vision import PictureSpan, batch_pictures
 from rollmill.trainer.attention import PackedAttention, SegmentLayout
 from rollmill.trainer.distributed.context_parallel import ContextParallelAttention, ContextShare

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import rollmill
 from rollmill.config.model import ModelConfig
+from rollmill.data.picture_prompts import PicturePrompt
 from rollmill.engines.native.parity_check import (
     hf_completion_logprobs,
     measure_engine_gap,
@@ -43,7 +44,6 @@ from rollmill.models.hf_forward import (
 from rollmill.models.load import PolicyModel, load_policy
 from rollmill.models.lora import has_lora
 from rollmill.models.norms import find_norms, use_fast_norms
-from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.models.storage import ensure_own_memory
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_hidden_states, compute_logprobs, use_packed_attention

@@ -43,8 +43,8 @@ from rollmill.orchestrator.stages import Stage
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.startup import ending_signals
 from rollmill.supervision.attempt import RunAttempt
-from rollmill.trackers.console import RunView
 from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, RolloutLog
+from rollmill.trackers.run_views import RunView
 from rollmill.trainer import StepSize, choose_precision
 from rollmill.trainer.parity import load_verified_policy
 

@@ -45,6 +45,21 @@ class AlgorithmOptions(Section):
         return None
 
     @property
+    def keeps_teacher(self) -> bool:
+        """True if a teacher is kept beside the policy: a separate model, or other weights of the policy."""
+        return self.teacher_folder is not None
+
+    @property
+    def uses_reference(self) -> bool:
+        """True if log-probs of a reference policy are needed."""
+        return False
+
+    @property
+    def active_critic(self) -> CriticOptions | None:
+        """The options of the critic, if the algorithm trains one."""
+        return None
+
+    @property
     def sources(self) -> frozenset[ExperienceSource]:
         """Origins of the experiences that it learns from."""
         made = {ExperienceSource.ROLLOUT: self.uses_rollouts, ExperienceSource.EXPERT: self.uses_demonstrations}
@@ -229,6 +244,16 @@ class PolicyGradientOptions(AlgorithmOptions):
     """Reset the optimizer's moments at the start of every training step."""
     critic: CriticOptions = CriticOptions()
     """The value model. Only for advantage `gae`."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """True with a KL penalty."""
+        return self.kl.coefficient > 0
+
+    @property
+    def active_critic(self) -> CriticOptions | None:
+        """The options of the critic, if the advantage estimator needs one."""
+        return self.critic if self.advantage.uses_critic else None
 
     @model_validator(mode="before")
     @classmethod

@@ -140,6 +140,11 @@ class SelfDistill(DistillationOptions):
             raise ValueError("expected {prompt} and {context} in the text, and no other name in braces")
         return value
 
+    @property
+    def keeps_teacher(self) -> bool:
+        """True unless the policy's current weights teach."""
+        return self.weights != "current"
+
     def unused_keys(self) -> dict[str, str]:
         keys = super().unused_keys()
         if self.weights != "ema":

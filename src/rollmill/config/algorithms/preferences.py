@@ -34,6 +34,11 @@ class DPO(OfflineAlgorithmOptions):
     sft: float = Field(0.0, ge=0)
     """Weight of an additional SFT term on the chosen completion."""
 
+    @property
+    def uses_reference(self) -> bool:
+        """True: the loss compares with the policy at the start of the stage."""
+        return True
+
     def unused_keys(self) -> dict[str, str]:
         text = "not honoured by loss `ipo`; it is by `sigmoid`"
         return {"label_smoothing": text} if self.loss == "ipo" else {}
@@ -83,6 +88,11 @@ class KTO(OfflineAlgorithmOptions):
     of the undesirable ones."""
     undesirable_weight: float = Field(1.0, gt=0)
     """Weight of undesirable completions."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """True: the loss compares with the policy at the start of the stage."""
+        return True
 
     def conflicts(self) -> dict[str, str]:
         text = "kto compares each completion with those of other prompts, and 1 has no other; give at least 2"

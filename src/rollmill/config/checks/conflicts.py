@@ -175,7 +175,7 @@ def _training(stage: StageConfig) -> Iterator[Conflict]:
         yield ("trainer", "sharding"), text
     if trainer.shards_weights:
         yield from _sharding(algorithm)
-    critic = isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic
+    critic = algorithm.active_critic is not None
     if trainer.param_dtype == "bf16" and (critic or not algorithm.trains_policy):
         what = "a critic" if critic else f"algorithm `{algorithm.name}`"
         yield ("trainer", "param_dtype"), f"{what} is trained in fp32 and shares the policy's weights; remove it"
@@ -185,9 +185,7 @@ def _sharding(algorithm: AlgorithmOptions) -> Iterator[Conflict]:
     """Checks what cannot be sharded yet."""
     if not algorithm.trains_policy or isinstance(algorithm, SelfDistill):
         yield ("trainer", "sharding"), f"algorithm `{algorithm.name}` cannot be sharded yet; use `none`"
-    if not isinstance(algorithm, PolicyGradientOptions) or not algorithm.advantage.uses_critic:
-        return
-    if algorithm.critic.network == "policy":
+    if algorithm.active_critic is not None and algorithm.active_critic.network == "policy":
         text = "a head on the policy's network cannot be trained beside shards yet; use `own`, or sharding `none`"
         yield ("algorithm", "critic", "network"), text
 
@@ -283,7 +281,7 @@ def _quantized(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Confli
         if isinstance(stage.engine, NativeEngineConfig) and stage.engine.weights is not None:
             text = "the engine shares these weights, and would round them once more"
             yield ("model", "quantization"), f"stage {stage.name}: {text} (engine.weights); remove one of the two"
-        if isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic:
+        if algorithm.active_critic is not None:
             text = "a critic would train a copy of the policy's weights, which cannot be quantised"
             yield ("model", "quantization"), f"stage {stage.name}: {text}; remove this, or use an algorithm without one"
 

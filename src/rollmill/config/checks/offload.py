@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rollmill.config.algorithms.base import PolicyGradientOptions
-from rollmill.config.algorithms.distillation import Distill, SelfDistill
-from rollmill.config.algorithms.preferences import DPO, KTO
 from rollmill.config.checks.engine import uses_engine
 from rollmill.config.checks.modes import OFFLOAD_ENGINE, OFFLOAD_SHARDS
 from rollmill.config.engines import EngineConfig, VLLMEngineConfig
@@ -62,12 +59,11 @@ def component_phases(stage: StageConfig, *, elsewhere: bool = False) -> dict[str
     """
     algorithm, phases = stage.algorithm, stage_phases(stage)
     needs: dict[str, Sequence[Phase]] = {"policy": phases, "optimizer": ["train"]}
-    penalised = isinstance(algorithm, PolicyGradientOptions) and algorithm.kl.coefficient > 0
-    if isinstance(algorithm, DPO | KTO) or penalised:
+    if algorithm.uses_reference:
         needs["reference"] = ["inference"]
-    if isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic:
+    if algorithm.active_critic is not None:
         needs |= {"critic": ["inference", "train"], "critic_optimizer": ["train"]}
-    if isinstance(algorithm, Distill) or (isinstance(algorithm, SelfDistill) and algorithm.weights != "current"):
+    if algorithm.keeps_teacher:
         needs["teacher"] = ["train"]
     if reward_models(stage):
         # rewards of later batches are computed while it trains

@@ -118,8 +118,8 @@ def _learning_rates(run: LoadedRun, facts: Mapping[str, Any], stage: StageConfig
     small = width is not None and width < _SMALL_WIDTH
     kind = "small" if small else "adapters" if model.lora is not None else "whole"
     rates: list[tuple[KeyPath, float]] = [(("trainer", "lr"), stage.trainer.lr)]
-    if isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic:
-        rates.append((("algorithm", "critic", "lr"), algorithm.critic.lr))
+    if (critic := algorithm.active_critic) is not None:
+        rates.append((("algorithm", "critic", "lr"), critic.lr))
     for path, lr in rates:
         if lr > _LARGEST_LR[kind]:
             usual = "1e-3" if small else "1e-5 with adapters" if model.lora is not None else "1e-6"

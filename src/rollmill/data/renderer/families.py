@@ -35,7 +35,7 @@ _FAMILIES = {
 }
 """The library's names of families, by a token with which they write calls; its renderers check for the other ones."""
 _MARK, _SECTION_END = "｜DSML｜", "</｜DSML｜tool_calls>"
-"""What DeepSeek V4 writes behind its last call, and the token in it."""
+"""The text of DeepSeek V4 behind its last call, and the token in it."""
 LIBRARY = importlib.util.find_spec("renderers") is not None
 
 

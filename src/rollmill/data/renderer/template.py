@@ -23,7 +23,7 @@ from rollmill.errors import ChatTemplateError
 from rollmill.types import REASONING_END, REASONING_START, ToolCall, split_reasoning
 
 if TYPE_CHECKING:
-    from rollmill.models.picture_prompts import PictureProcessor
+    from rollmill.data.picture_prompts import PictureProcessor
 
 ChatMessage = Mapping[str, Any]
 """One chat message in OpenAI's format: `role`, `content`, perhaps `reasoning_content`, `tool_calls` and others."""

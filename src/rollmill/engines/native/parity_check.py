@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from rollmill.config.rollout import SamplingConfig
+from rollmill.data.picture_prompts import PicturePrompt
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native.engine import NativeEngine
 from rollmill.errors import ModelError
@@ -29,7 +30,6 @@ from rollmill.models.hf_forward import (
     record_layer_outputs,
     shrink_model,
 )
-from rollmill.models.picture_prompts import PicturePrompt
 from rollmill.types import Completion
 
 PROMPT_LENGTHS = (29, 14)  #: tokens; the first exceeds one prefill chunk

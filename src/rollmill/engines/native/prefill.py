@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from rollmill.data.picture_prompts import Block, PicturePrompt
 from rollmill.engines.native.kv_cache import CacheEntry, stack_states
 from rollmill.models.attention import (
     AttentionOptions,
@@ -22,7 +23,6 @@ from rollmill.models.attention import (
     window_mask,
 )
 from rollmill.models.attention_after_prefixes import Family, attend_after_prefixes, handles
-from rollmill.models.picture_prompts import Block, PicturePrompt
 from rollmill.models.recurrent import RecurrentCall
 from rollmill.models.vision import PictureSpan
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rollmill.data.picture_prompts import PicturePrompt, unexpanded_prompt
 from rollmill.engines.base import CompletionPrefix, GenerationRequest, SampledToken
 from rollmill.engines.stop_strings import (
     RepetitionDetector,
@@ -19,7 +20,6 @@ from rollmill.engines.stop_strings import (
     stop_matcher_for,
 )
 from rollmill.errors import UnsupportedRequestError
-from rollmill.models.picture_prompts import PicturePrompt, unexpanded_prompt
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, StopReason
 

@@ -14,8 +14,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
-from rollmill.config.section import source_location
+from rollmill.config.section import register_section, section_from_signature, source_location
+from rollmill.config.tools import ToolSection
 from rollmill.errors import ConfigError, RollmillError
+from rollmill.registry import Target
 from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError
 from rollmill.rollout.environments.base import picture_parts
 from rollmill.rollout.tools.toolbox import Tool, ToolCallable, ToolError
@@ -113,3 +115,21 @@ def _parse_docstring(function: AnyFunction) -> tuple[str, dict[str, str]]:
     text, _, arguments = (inspect.getdoc(function) or "").partition("\nArgs:")
     arguments = re.split(r"\n(?=\S)", arguments)[0]
     return text.strip(), {name: " ".join(description.split()) for name, description in _ARGUMENT.findall(arguments)}
+
+
+def tool(target: Target) -> Target:
+    """Register a tool under its name: `tools: [NAME]`, or `{name: NAME, ...}` with options.
+
+    It is a typed function, plain or async. The policy provides its arguments: the JSON schema comes from the types,
+    descriptions from the docstring (`Args:`). A parameter `task` receives the rollout's task and is not part of the
+    schema. Keyword-only parameters with a type and a default are keys of the run file. The policy sees the returned
+    value as text or JSON, and the message of an exception.
+
+    Raises ConfigError naming file and line: it is no function, or a parameter lacks a type.
+    """
+    where = f"{source_location(target)}: {target.__name__}"
+    if not inspect.isfunction(target):
+        raise ConfigError(f"{where}: a tool is a function, plain or async")
+    FunctionTool(target)
+    register_section("tool", target.__name__, section_from_signature(target, ToolSection))
+    return target

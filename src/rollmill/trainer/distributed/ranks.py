@@ -38,8 +38,8 @@ class RankGroup:
     rank: int = 0
     size: int = 1
     sharding: Sharding = "none"
-    """What ranks share: parameters, matrices, experts or the tokens of a row. none: models are whole, and rows are
-    dealt out."""
+    """The thing that ranks share: parameters, matrices, experts or the tokens of a row. none: models are whole, and
+    rows are dealt out."""
 
     @staticmethod
     def current() -> RankGroup:

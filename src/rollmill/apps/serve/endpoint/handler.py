@@ -25,7 +25,7 @@ from rollmill.engines.logits_processors import CompiledGrammar, GrammarProcessor
 from rollmill.types import Completion
 
 if TYPE_CHECKING:
-    from rollmill.models.picture_prompts import PicturePrompt
+    from rollmill.data.picture_prompts import PicturePrompt
 
 
 @dataclass(slots=True, eq=False)
