@@ -43,7 +43,8 @@ def test_an_application_adds_its_command(tmp_path: Path) -> None:
     main = "from rollmill.cli import main; sys.exit(main())"
     ended = run(tmp_path, "all", main, "greet", "Ada")
     assert (ended.returncode, ended.stdout) == (0, "good morning, Ada\n"), ended.stderr
-    assert all(name in run(tmp_path, "all", main, "--help").stdout for name in ("greet", "plan", "audit", "run"))
+    shown = run(tmp_path, "all", main, "--help").stdout
+    assert all(name in shown for name in ("greet", "plan", "audit", "run"))
 
 
 def test_without_the_others_their_commands_are_unknown_and_hooks_are_its_own(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_answers_of_the_corpus_are_judged_as_labelled(data_dir: Path, bank: str)
     assert counts(rows, accepted_by_rollmill(rows)) == (0, 0)
 
 
+@pytest.mark.slow
 def test_rewards_judge_completions_of_chat_models_as_labelled() -> None:
     rows = chat_answers()[::4]
     assert {"math", "k12", "count"} <= {row.reward for row in rows}

@@ -258,6 +258,7 @@ def test_models_with_adapters_are_checked(tmp_path: Path) -> None:
     assert all(gap.right for gap in check_parity(policy.model, folder))
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_table(tmp_path: Path, server: Forks) -> None:
     folder = toy_checkpoint(tmp_path / "toy", "qwen3")
     done = server.run("check", "--model", folder, folder=tmp_path)

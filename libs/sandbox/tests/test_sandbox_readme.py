@@ -33,6 +33,7 @@ def test_the_examples_are_three() -> None:
     assert len(BLOCKS) == 3
 
 
+@pytest.mark.slow
 def test_a_reward_of_trl() -> None:
     names = run_example(0)
     texts = [DOUBLE, DOUBLE, "print(4)", "```python\nwhile True: pass\n```", "no code"]
