@@ -125,7 +125,7 @@ def test_the_worker_loads_no_torch(pool: GraderPool) -> None:
 
 
 def load_failing(setup: str) -> Callable[[str], float]:
-    """What the tests' process loads: raises for the setup `at start`, and for every payload."""
+    """Load a function in a process: raises for the setup `at start`, and for every payload."""
     if setup == "at start":
         raise ImportError("no such library")
 

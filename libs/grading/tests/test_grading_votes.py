@@ -1,4 +1,4 @@
-"""What a completion votes for."""
+"""The answer that a completion votes for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this kernel offers to the sandbox."""
+"""Features of this kernel that the sandbox needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNSHARE = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({_NEW_USER_A
 
 @cache
 def lacks(backend: str) -> str:
-    """Why a backend cannot work here; empty if it can."""
+    """Name the reason why a backend cannot work here; empty if it can."""
     if backend == "landlock":
         return "" if landlock_version() >= LEAST_VERSION else f"this kernel has no Landlock of version {LEAST_VERSION}"
     refused = subprocess.run([sys.executable, "-c", _UNSHARE]).returncode

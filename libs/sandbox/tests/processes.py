@@ -27,7 +27,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process has not ended; a zombie has."""
+    """True if a process has not ended; a zombie has."""
     with suppress(OSError):
         return _stat(pid)[0] != "Z"
     return False
@@ -38,7 +38,7 @@ def count_open_files(pid: int) -> int:
 
 
 def becomes_childless(pid: int, limit_s: float = 10.0) -> bool:
-    """Whether a process comes to have no process below it."""
+    """True if a process comes to have no process below it."""
     ends = time.monotonic() + limit_s
     while descendants(pid):
         if time.monotonic() > ends:

@@ -1,4 +1,4 @@
-"""What the sandbox does for ordinary programs: input, files, outcomes, limits, concurrency, recovery."""
+"""The sandbox with ordinary programs: input, files, outcomes, limits, concurrency, recovery."""
 
 from __future__ import annotations
 

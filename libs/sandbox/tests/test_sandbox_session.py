@@ -28,7 +28,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 def executed(
     sandbox: Sandbox, *programs: str, host: HostCallback | None = None, limits: SandboxLimits = SMALL
 ) -> list[SessionExecution]:
-    """What one session answers to programs."""
+    """Answers of one session to programs."""
 
     async def all_of_them() -> list[SessionExecution]:
         async with sandbox.session(limits=limits) as session:

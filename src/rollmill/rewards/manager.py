@@ -36,7 +36,7 @@ from rollmill.rewards.function_threads import retrieve_error
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 from rollmill.waiting import patient_timeout
-from rollmill_grading.errors import GradingError, WorkerLostError
+from rollmill_grading.errors import GraderProcessLostError, GradingError
 
 Result = TypeVar("Result")
 _GRACE_S = 0.05
@@ -351,7 +351,7 @@ def _policy_version(completion: Completion) -> int:
 
 def _own_error(error: Exception) -> Exception:
     """Return the loss of grader processes as an error after which a run may start again; any other error unchanged."""
-    if not isinstance(error, WorkerLostError):
+    if not isinstance(error, GraderProcessLostError):
         return error
     return GraderLostError(str(error)).with_traceback(error.__traceback__)
 

@@ -22,7 +22,7 @@ def labelled(data: Path) -> list[Labelled]:
 
 
 def accepted_by_library(rows: Sequence[Labelled], workers: int = 1, time_limit_s: float = 60.0) -> list[bool]:
-    """Whether each answer earns everything. The rows are `math` or `k12`."""
+    """Say for each answer if it earns everything. The rows are `math` or `k12`."""
     math = [row for row in rows if row.reward == "math"]
     school = [row for row in rows if row.reward == "k12"]
     assert len(math) + len(school) == len(rows)
@@ -36,7 +36,7 @@ def accepted_by_library(rows: Sequence[Labelled], workers: int = 1, time_limit_s
 
 
 def accepted_by_math_verify(rows: Sequence[Labelled]) -> list[bool]:
-    """Whether math-verify finds each answer equal to its reference; False if it cannot parse one of them."""
+    """Say if math-verify finds each answer equal to its reference; False if it cannot parse one of them."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)

@@ -34,7 +34,7 @@ def by_math_verify(pairs: list[tuple[str, str]], workers: int, rounds: int) -> t
 
 
 def verify_pair(pair: tuple[str, str]) -> bool:
-    """Whether math-verify accepts a completion's answer."""
+    """Say if math-verify accepts a completion's answer."""
     from math_verify import parse, verify
 
     text, answer = pair

@@ -14,7 +14,7 @@ class MissingPintError(GradingError):
         super().__init__("comparing units needs pint: pip install 'rollmill-grading[units]'")
 
 
-class WorkerLostError(GradingError):
+class GraderProcessLostError(GradingError):
     """Processes died twice in a row on one answer, which a second attempt may not meet: perhaps memory was short."""
 
 

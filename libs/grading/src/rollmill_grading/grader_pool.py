@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rollmill_grading.errors import GradingError, RemoteFunctionError, WorkerDiedError, WorkerLostError
+from rollmill_grading.errors import GraderProcessLostError, GradingError, RemoteFunctionError, WorkerDiedError
 
 _LARGEST_REPLY = 16 << 20
 _LONGEST_POLL_MS = 2**31 - 1
@@ -219,7 +219,8 @@ class GraderPool:
         """Return a grader process's result for `payload`. The limit counts from when a process starts on it.
 
         `function` is loaded once per process and `setup`; `payload` must pickle. Raises GradingError if the grader
-        itself fails: it cannot start, it raised, or (WorkerLostError) two processes in a row died on this payload.
+        itself fails: it cannot start, it raised, or (GraderProcessLostError) two processes in a row died on the
+        payload.
         """
         return await asyncio.wrap_future(self.submit(function, payload, time_limit_s, setup))
 
@@ -328,7 +329,7 @@ class _GraderThread:
                 died = death
                 if self.closing:
                     raise GradingError("the grader processes were closed while this answer was scored") from None
-        raise WorkerLostError(
+        raise GraderProcessLostError(
             f"the {job.function.name} grader died twice on this answer ({died}); is the machine out of memory?"
         )
 

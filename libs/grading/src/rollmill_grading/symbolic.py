@@ -14,7 +14,7 @@ from rollmill_grading.grader_pool import GraderPool, GraderResult, WorkerFunctio
 from rollmill_grading.verdict import OK
 
 ALGEBRA = WorkerFunction("math", "rollmill_grading.algebra:load_algebra")
-"""What grader processes load to compare formulas."""
+"""The function that grader processes load to compare formulas."""
 
 _NAME = re.compile(
     r"\\(?:[Gg]amma|[Dd]elta|[Tt]heta|[Ll]ambda|[Xx]i|[Ss]igma|[Pp]hi|[Pp]si|[Oo]mega)(?![A-Za-z])"

@@ -17,7 +17,7 @@ Text = str | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an answer earns, from 0 to 1.
+    """The score of an answer, from 0 to 1, and how it came about.
 
     `outcome` is "ok" if the answer was compared with the reference, else the reason why not: `no_answer`, `hedged`,
     `unreadable`, `too_long`, `too_deep`, `too_costly`, `timeout` or `memory`. `queue_s` is the time in seconds until a

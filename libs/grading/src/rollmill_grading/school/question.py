@@ -23,7 +23,7 @@ _SURELY_TRUTH = frozenset(["true", "false", "对", "错", "正确", "错误", "�
 
 @dataclass(frozen=True)
 class SchoolQuestion:
-    """What a right answer to a question is.
+    """A question with its right answer.
 
     Raises GradingError if a field is given that the type does not use.
 
