@@ -21,7 +21,7 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
     with quick_imports():  # as `rollmill run` does
         from rollmill.config.loader import load_run
         from rollmill.orchestrator.buffers import Buffers
-        from rollmill.orchestrator.loop import TrainingLoop
+        from rollmill.orchestrator.loop import train_step
         from rollmill.orchestrator.setup import set_up_run
         from rollmill.orchestrator.stages import Stage
 
@@ -35,17 +35,17 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
         folder = Path(temporary)
         setup = set_up_run(loaded, folder, None)
         context = setup.context(loaded, folder, Buffers(folder, setup.run_id, read_only=True))
-        loop = TrainingLoop(Stage(loaded.stages[-1], setup.policy, setup.tasks[-1], context, index=0, first_version=0))
+        stage = Stage(loaded.stages[-1], setup.policy, setup.tasks[-1], context, index=0, first_version=0)
 
-        evaluating = loop.stage
+        evaluating = stage
         if args.evaluate:
             other = load_run(args.file, [*args.set, *args.evaluate, f"seed={args.seed}", "threads=1"]).stages[-1]
             evaluating = Stage(other, setup.policy, setup.tasks[-1], context, index=0, first_version=0)
 
         async def accuracy() -> float:
             assert evaluating.evaluator is not None
-            if evaluating is not loop.stage:
-                evaluating.engine.weights_updated(loop.stage.version)
+            if evaluating is not stage:
+                evaluating.engine.weights_updated(stage.version)
             found = (await evaluating.evaluator.evaluate()).metrics
             return float(found["eval/sampled"])
 
@@ -55,7 +55,7 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
             phases: dict[str, float] = {}
             gaps: list[float] = []
             for _ in range(command["steps"]):
-                result = await loop.step()
+                result = await train_step(stage)
                 report["seconds"] += result.seconds["total"]
                 report["tokens"] += result.generated_tokens
                 report["completions"] += len(result.experiences)
@@ -63,9 +63,9 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
                 for name, seconds in result.seconds.items():
                     phases[name] = round(phases.get(name, 0.0) + seconds, 3)
             channel.say(**report, accuracy=await accuracy(), phases=phases, gap=max(gaps))
-        if evaluating is not loop.stage:
+        if evaluating is not stage:
             await evaluating.close()
-        await loop.stage.close()
+        await stage.close()
 
 
 def main() -> None:

@@ -38,26 +38,27 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from rollmill.apps.plan.planning.calibration import measure_weight_transfer
     from rollmill.apps.plan.planning.measurement import record_engine_steps
     from rollmill.apps.plan.planning.rollouts import EngineStepCosts
+    from rollmill.orchestrator.loop import train_step
 
     train: dict[int, list[float]] = {}
     around, judge, passes = [], [], []
     for batch in (max(1, args.prompts // FEWER), args.prompts):
         options = argparse.Namespace(**vars(args) | {"prompts": batch})
-        loop, precision = build_stage(options, "bench.ours.step:even_ids", run_dir=folder)
-        loop.stage.begin({})
-        await loop.step()
+        stage, precision = build_stage(options, "bench.ours.step:even_ids", run_dir=folder)
+        stage.begin({})
+        await train_step(stage)
         for _ in range(args.steps):
-            with record_engine_steps(loop.stage.engine) as found:
-                seconds = (await loop.step()).seconds
+            with record_engine_steps(stage.engine) as found:
+                seconds = (await train_step(stage)).seconds
             passes += found
             train.setdefault(batch, []).append(seconds["total"] - seconds["rollout"] - seconds["reward"])
             around.append((seconds["rollout"] - sum(each.seconds for each in found)) / batch)
             judge.append(seconds["reward"])
         if batch == args.prompts:
-            passes += await many_rows(loop.stage.engine, args)
-            again = await recomputed(loop.stage.engine, args)
-            publish_s, take_s = measure_weight_transfer(loop.stage.policy, precision)
-        await loop.stage.close()
+            passes += await many_rows(stage.engine, args)
+            again = await recomputed(stage.engine, args)
+            publish_s, take_s = measure_weight_transfer(stage.policy, precision)
+        await stage.close()
     return {
         "passes": asdict(EngineStepCosts.fitted(passes)),
         "train_s": {str(batch): times for batch, times in train.items()},
@@ -132,12 +133,12 @@ async def endless(args: argparse.Namespace, folder: Path) -> None:
     """Train or decode until the parent process ends."""
     parent = os.getppid()
     trainer, batch = ready_made(args)
-    loop, _ = build_stage(args, "bench.ours.step:even_ids", run_dir=folder)
+    stage, _ = build_stage(args, "bench.ours.step:even_ids", run_dir=folder)
     while os.getppid() == parent:
         if args.endless == "train":
             trainer.step(batch, 0)
         else:
-            await many_rows(loop.stage.engine, args)
+            await many_rows(stage.engine, args)
 
 
 def main() -> None:

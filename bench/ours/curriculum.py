@@ -17,6 +17,7 @@ TRAINED, BALANCED = (0.9, 0.07, 0.03), (1 / 3, 1 / 3, 1 / 3)
 async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
     """Build the repair stage on the checkpoint and run the parent's commands."""
     from rollmill.config.taskset import TasksetConfig
+    from rollmill.orchestrator.loop import train_step
 
     train = TasksetConfig(
         function="bench.sums:rows", options={"size": args.tasks, "seed": args.seed, "shares": TRAINED}, order=args.order
@@ -25,18 +26,18 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
         function="bench.sums:rows",
         options={"size": args.held_out, "seed": 7, "shares": BALANCED, "held_out": True},
     )
-    loop, precision, accuracy = repair_stage(args, train, held_out)
+    stage, precision, accuracy = repair_stage(args, train, held_out)
     channel.say(accuracy=await accuracy(), dtype=precision, versions=versions("torch", "transformers"))
     for _ in channel.commands():
         report: dict[str, Any] = {"rollouts": 0, "tokens": 0, "seconds": 0.0, "uniform": 0.0}
         for _ in range(args.every):
-            result = await loop.step()
+            result = await train_step(stage)
             report["rollouts"] += result.metrics["completions"]
             report["tokens"] += result.generated_tokens
             report["seconds"] += result.seconds["total"]
             report["uniform"] += _uniform(result.experiences) / args.every
         channel.say(**report, accuracy=await accuracy())
-    await loop.stage.close()
+    await stage.close()
 
 
 def _uniform(experiences: list[Any]) -> float:

@@ -17,18 +17,19 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
 
     with quick_imports():  # as `rollmill run` does
         from rollmill.config.taskset import TasksetConfig
+        from rollmill.orchestrator.loop import train_step
 
         train, held_out = (TasksetConfig(path=args.folder / name) for name in ("train.jsonl", "held_out.jsonl"))
-        loop, precision, accuracy = repair_stage(args, train, held_out)
+        stage, precision, accuracy = repair_stage(args, train, held_out)
     channel.say(accuracy=await accuracy(), dtype=precision, versions=versions("torch", "transformers"))
     for _ in channel.commands():
         report: dict[str, Any] = {"seconds": 0.0, "tokens": 0}
         for _ in range(args.every):
-            result = await loop.step()
+            result = await train_step(stage)
             report["seconds"] += result.seconds["total"]
             report["tokens"] += result.generated_tokens
         channel.say(**report, accuracy=await accuracy())
-    await loop.stage.close()
+    await stage.close()
 
 
 def main() -> None:

@@ -31,14 +31,14 @@ async def serve(channel: Channel, args: argparse.Namespace) -> None:
     began = time.perf_counter()
     stops = list(range(0, args.vocabulary, args.mean_tokens))
     free, precision = build_stage(args, "bench.ours.overlap:costly", lr=1e-12, stop_token_ids=stops)
-    loop, _ = build_stage(args, "bench.ours.overlap:costly", lr=1e-12, stop_token_ids=stops)
+    stage, _ = build_stage(args, "bench.ours.overlap:costly", lr=1e-12, stop_token_ids=stops)
     channel.say(startup_s=time.perf_counter() - began, dtype=precision, versions=versions("torch", "transformers"))
     for _ in channel.commands():
         rollout_s, alone = await collected(free, 0.0, args.waits)
         count = args.prompts * args.group
-        together_s, experiences = await collected(loop, rollout_s / count, args.waits)
+        together_s, experiences = await collected(stage, rollout_s / count, args.waits)
         assert [len(each.token_ids) for each in experiences] == [len(each.token_ids) for each in alone]
-        rewards_s = await judged(loop, experiences, rollout_s / count, args.waits)
+        rewards_s = await judged(stage, experiences, rollout_s / count, args.waits)
         channel.say(
             rollout_s=rollout_s,
             rewards_s=rewards_s,
@@ -46,21 +46,23 @@ async def serve(channel: Channel, args: argparse.Namespace) -> None:
             of_the_longer=together_s / max(rollout_s, rewards_s),
         )
     await free.close()
-    await loop.stage.close()
+    await stage.close()
 
 
-async def collected(loop: Any, seconds: float, waits: bool) -> tuple[float, list[Any]]:
+async def collected(stage: Any, seconds: float, waits: bool) -> tuple[float, list[Any]]:
     """Run one step; returns the seconds to collect and score its batch, and the batch."""
-    for task in loop.stage.tasks.training.tasks:
+    from rollmill.orchestrator.loop import collect, update
+
+    for task in stage.tasks.training.tasks:
         task.metadata["cost"] = (seconds, waits)
     started = time.perf_counter()
-    experiences = await loop.collect()
+    experiences = await collect(stage)
     passed = time.perf_counter() - started
-    loop.learn(experiences)
+    await update(stage, experiences)
     return passed, experiences
 
 
-async def judged(loop: Any, experiences: list[Any], seconds: float, waits: bool) -> float:
+async def judged(stage: Any, experiences: list[Any], seconds: float, waits: bool) -> float:
     """Seconds to score a finished batch."""
     from rollmill.types import Completion, Task
 
@@ -72,7 +74,7 @@ async def judged(loop: Any, experiences: list[Any], seconds: float, waits: bool)
     task = Task("judged", "", metadata={"cost": (seconds, waits)})
     completions = [again(experience) for experience in experiences]
     started = time.perf_counter()
-    await asyncio.gather(*(loop.stage.rewards.score(task, completion) for completion in completions))
+    await asyncio.gather(*(stage.rewards.score(task, completion) for completion in completions))
     return time.perf_counter() - started
 
 

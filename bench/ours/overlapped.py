@@ -19,27 +19,28 @@ SETTLE = 4
 async def serve_steps(channel: Channel, args: argparse.Namespace, folder: Path) -> None:
     """Run the parent's commands."""
     from rollmill.config.engines import NativeEngineConfig
+    from rollmill.orchestrator.loop import train_step
 
     explorers = ray_explorers(args.explorers, folder) if args.placement == "ray" else None
     more: dict[str, Any] = {"max_staleness": args.max_staleness, "explorers": explorers, "run_dir": folder}
     more["engine"] = NativeEngineConfig(after_update=args.after_update)
-    loop, precision = build_stage(args, "bench.ours.step:even_ids", **more)
-    loop.stage.begin({})
-    await loop.step()
+    stage, precision = build_stage(args, "bench.ours.step:even_ids", **more)
+    stage.begin({})
+    await train_step(stage)
     channel.say(dtype=precision, versions=versions("torch", "transformers", "ray"))
     for _ in channel.commands():
         for _ in range(SETTLE + args.max_staleness):
-            await loop.step()
+            await train_step(stage)
         began, staleness = time.perf_counter(), 0.0
         phases: dict[str, float] = {}
         for _ in range(args.steps):
-            result = await loop.step()
+            result = await train_step(stage)
             staleness = max(staleness, result.metrics["staleness/max"])
             for name, seconds in result.seconds.items():
                 phases[name] = round(phases.get(name, 0.0) + seconds / args.steps, 4)
         seconds = time.perf_counter() - began
         channel.say(steps_per_s=args.steps / seconds, staleness=staleness, phases=phases)
-    await loop.stage.close()
+    await stage.close()
 
 
 def ray_explorers(count: int, folder: Path) -> Any:

@@ -15,18 +15,18 @@ from bench.worker import Channel, versions
 async def serve_steps(channel: Channel, settings: list[str]) -> None:
     """Build the last stage of the run file, on the model as it comes, and run one step per command."""
     from rollmill.config.loader import load_run
-    from rollmill.orchestrator.loop import TrainingLoop
+    from rollmill.orchestrator.loop import train_step
     from rollmill.orchestrator.setup import prepare_first_stage
     from rollmill.orchestrator.stages import Stage
 
     loaded = load_run(ROOT / "examples" / "real.yaml", [*settings, "threads=1"])
     with tempfile.TemporaryDirectory() as folder:
         policy, tasks, context = prepare_first_stage(loaded, Path(folder))
-        loop = TrainingLoop(Stage(loaded.stages[-1], policy, tasks[-1], context, index=0, first_version=0))
+        stage = Stage(loaded.stages[-1], policy, tasks[-1], context, index=0, first_version=0)
         channel.say(dtype=context.precision, versions=versions("torch", "transformers", "gguf"))
         for _ in channel.commands():
             started, cpu = time.perf_counter(), time.process_time()
-            result = await loop.step()
+            result = await train_step(stage)
             channel.say(
                 seconds=time.perf_counter() - started,
                 cpu_s=time.process_time() - cpu,
@@ -34,7 +34,7 @@ async def serve_steps(channel: Channel, settings: list[str]) -> None:
                 reward=sum(each.reward or 0.0 for each in result.experiences) / len(result.experiences),
                 phases={name: round(value, 3) for name, value in result.seconds.items()},
             )
-        await loop.stage.close()
+        await stage.close()
 
 
 def main() -> None:

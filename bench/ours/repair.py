@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollmill.config.taskset import TasksetConfig
-    from rollmill.orchestrator.loop import TrainingLoop
+    from rollmill.orchestrator.stages import Stage
 
 
 def repair_stage(
@@ -17,7 +17,7 @@ def repair_stage(
     train: TasksetConfig,
     held_out: TasksetConfig,
     changes: dict[str, Any] | None = None,
-) -> tuple[TrainingLoop, str, Callable[[], Awaitable[float]]]:
+) -> tuple[Stage, str, Callable[[], Awaitable[float]]]:
     """Build the stage on the checkpoint `args.folder / "model"`; returns it, its compute type and an evaluation.
 
     The evaluation measures sampled accuracy.
@@ -33,7 +33,6 @@ def repair_stage(
     from rollmill.models.load import load_policy
     from rollmill.orchestrator.buffers import Buffers
     from rollmill.orchestrator.context import RunContext
-    from rollmill.orchestrator.loop import TrainingLoop
     from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import select_tasks
     from rollmill.quickstart import addition
@@ -54,11 +53,11 @@ def repair_stage(
     tasks = select_tasks(config, policy, load_taskset(train), {"": load_taskset(held_out)})
     buffers = Buffers(args.folder, "", read_only=True)
     context = RunContext(args.folder, "", args.seed, precision, 1, buffers)
-    loop = TrainingLoop(Stage(config, policy, tasks, context, index=0, first_version=0))
+    stage = Stage(config, policy, tasks, context, index=0, first_version=0)
 
     async def accuracy() -> float:
-        assert loop.stage.evaluator is not None
-        evaluated = await loop.stage.evaluator.evaluate()
+        assert stage.evaluator is not None
+        evaluated = await stage.evaluator.evaluate()
         return evaluated.metrics["eval/sampled"]
 
-    return loop, precision, accuracy
+    return stage, precision, accuracy

@@ -17,6 +17,7 @@ async def serve_epochs(channel: Channel, args: argparse.Namespace) -> None:
     """Run the parent's commands."""
     from rollmill.config.rollout import ReuseConfig
     from rollmill.config.taskset import TasksetConfig
+    from rollmill.orchestrator.loop import collect, update
 
     function = "rollmill.quickstart.addition:rows"
     options = {"size": args.steps * args.batch, "seed": 3, "digits": args.digits}
@@ -30,19 +31,19 @@ async def serve_epochs(channel: Channel, args: argparse.Namespace) -> None:
     changes = {"rollout": rollout, "trainer": {"lr": args.lr}}
     channel.say(versions=versions("torch", "transformers"))
     for args.seed, _ in enumerate(channel.commands()):
-        loop, precision, _ = repair_stage(args, train, held_out, changes)
+        stage, precision, _ = repair_stage(args, train, held_out, changes)
         for _ in range(args.steps):
-            loop.learn(await loop.collect())
+            await update(stage, await collect(stage))
         report: dict[str, Any] = {"seconds": 0.0, "tokens": 0, "score": 0.0, "variance": 0.0, "kl": 0.0}
         for _ in range(args.steps):
-            began, before = time.perf_counter(), loop.stage.engine.tokens_generated
-            experiences = await loop.collect()
+            began, before = time.perf_counter(), stage.engine.tokens_generated
+            experiences = await collect(stage)
             report["seconds"] += time.perf_counter() - began
-            report["tokens"] += loop.stage.engine.tokens_generated - before
-            score, variance = scored(loop.stage.policy.model, experiences)
+            report["tokens"] += stage.engine.tokens_generated - before
+            score, variance = scored(stage.policy.model, experiences)
             report["score"], report["variance"] = report["score"] + score, report["variance"] + variance
-            report["kl"] += loop.learn(experiences)["kl"] / args.steps
-        counts = loop.stage.engine.core.drafting.counts  # type: ignore[attr-defined]
+            report["kl"] += (await update(stage, experiences))["kl"] / args.steps
+        counts = stage.engine.core.drafting.counts  # type: ignore[attr-defined]
         channel.say(
             **report,
             tokens_per_s=report["tokens"] / report["seconds"],
@@ -51,7 +52,7 @@ async def serve_epochs(channel: Channel, args: argparse.Namespace) -> None:
             tokens_per_pass=counts.reuse_tested / max(counts.passes, 1),
             dtype=precision,
         )
-        await loop.stage.close()
+        await stage.close()
 
 
 def scored(model: Any, experiences: Sequence[Any]) -> tuple[float, float]:

@@ -54,7 +54,6 @@ def build_stage(
     from rollmill.models.load import PolicyModel
     from rollmill.orchestrator.buffers import Buffers
     from rollmill.orchestrator.context import RunContext
-    from rollmill.orchestrator.loop import TrainingLoop
     from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import StageTasks
     from rollmill.trainer import choose_precision
@@ -82,18 +81,20 @@ def build_stage(
     tasks = StageTasks(load_taskset(config.required_taskset), examples=None, held_out={}, notes=[])
     buffers = Buffers(run_dir, "", read_only=True)
     context = RunContext(run_dir, uuid.uuid4().hex, 0, precision, 1, buffers, explorers=explorers)
-    return TrainingLoop(Stage(config, policy, tasks, context, index=0, first_version=0)), precision
+    return Stage(config, policy, tasks, context, index=0, first_version=0), precision
 
 
-async def serve_steps(channel: Channel, args: argparse.Namespace, **stage: Any) -> None:
-    """Build the stage of a run and run one step per command; `stage` are arguments of `build_stage`."""
+async def serve_steps(channel: Channel, args: argparse.Namespace, **options: Any) -> None:
+    """Build the stage of a run and run one step per command; `options` are arguments of `build_stage`."""
     began = time.perf_counter()
     from rollmill.startup import quick_imports
 
     with quick_imports():  # as `rollmill run` does
         import torch
 
-        loop, precision = build_stage(args, "bench.ours.step:even_ids", **stage)
+        from rollmill.orchestrator.loop import train_step
+
+        stage, precision = build_stage(args, "bench.ours.step:even_ids", **options)
     channel.say(
         startup_s=time.perf_counter() - began,
         dtype=precision,
@@ -101,7 +102,7 @@ async def serve_steps(channel: Channel, args: argparse.Namespace, **stage: Any) 
     )
     for _ in channel.commands():
         started, cpu = time.perf_counter(), time.process_time()
-        result = await loop.step()
+        result = await train_step(stage)
         if args.device == "cuda":
             torch.cuda.synchronize()
         channel.say(
@@ -110,7 +111,7 @@ async def serve_steps(channel: Channel, args: argparse.Namespace, **stage: Any) 
             tokens=result.generated_tokens,
             phases={name: round(value, 4) for name, value in result.seconds.items()},
         )
-    await loop.stage.close()
+    await stage.close()
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import rollmill.cli
 
-STEP = "loop.py", "TrainingLoop.step"
+STEP = "loop.py", "train_step"
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = str(Path(rollmill.cli.__file__).parents[1])
 

@@ -94,7 +94,6 @@ def tail_stage(args: argparse.Namespace) -> Any:
     from rollmill.orchestrator import stages
     from rollmill.orchestrator.buffers import Buffers
     from rollmill.orchestrator.context import RunContext
-    from rollmill.orchestrator.loop import TrainingLoop
     from rollmill.orchestrator.task_selection import select_tasks
 
     torch.set_num_threads(1)
@@ -121,11 +120,11 @@ def tail_stage(args: argparse.Namespace) -> Any:
     vars(stages)["build_engine"] = drawn_lengths_engine(args.median, args.longest)
     buffers = Buffers(Path(), "", read_only=True)
 
-    def make() -> TrainingLoop:
+    def make() -> stages.Stage:
         context = RunContext(Path(), "", args.seed, "fp32", 1, buffers)
-        loop = TrainingLoop(stages.Stage(config, policy, tasks, context, index=0, first_version=0))
-        loop.stage.begin({})
-        return loop
+        stage = stages.Stage(config, policy, tasks, context, index=0, first_version=0)
+        stage.begin({})
+        return stage
 
     return make
 
@@ -133,9 +132,9 @@ def tail_stage(args: argparse.Namespace) -> Any:
 class Clock:
     """Processor time of a stage's rollouts, in seconds, which other programs do not affect."""
 
-    def __init__(self, loop: Any) -> None:
-        self.seconds, self._roll_out = 0.0, loop.stage.batches.roll_out
-        loop.stage.batches.roll_out = self
+    def __init__(self, stage: Any) -> None:
+        self.seconds, self._roll_out = 0.0, stage.batches.roll_out
+        stage.batches.roll_out = self
 
     async def __call__(self, version: int, *, deadlines: int) -> None:
         began = time.process_time()
@@ -146,6 +145,7 @@ class Clock:
 async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
     """Run the stage from its start at each command."""
     from rollmill.apps.plan.planning.measurement import record_engine_steps
+    from rollmill.orchestrator.loop import train_step
 
     make = tail_stage(args)
     warm = make()
@@ -153,16 +153,16 @@ async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
     await warm.stage.close()
     channel.say(versions=versions("torch", "transformers"))
     for _ in channel.commands():
-        loop = make()
-        engine = loop.stage.engine
+        stage = make()
+        engine = stage.engine
         engine.lengths = []
         report: dict[str, Any] = {"tokens": 0, "rollout_s": 0.0, "total_s": 0.0, "length_bias": []}
-        clock, began = Clock(loop), time.process_time()
+        clock, began = Clock(stage), time.process_time()
         learned: list[str] = []
         lengths: list[int] = []
         with record_engine_steps(engine) as passes:
             for _ in range(args.steps):
-                result = await loop.step()
+                result = await train_step(stage)
                 own = [each.turns[-1].end - each.turns[-1].start for each in result.experiences]
                 report["tokens"] += sum(own)
                 report["rollout_s"] += result.seconds["rollout"]
@@ -171,7 +171,7 @@ async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
                     report["length_bias"].append(round(bias, 3))
                 lengths += own
                 learned += list(dict.fromkeys(each.task_id for each in result.experiences))
-        waiting = [id for id, _ in loop.stage.state.again]
+        waiting = [id for id, _ in stage.state.again]
         numbers = sorted(int(id.rpartition(":")[2]) for id in (*learned, *waiting))
         report |= {
             "generated": engine.tokens_generated,
@@ -185,7 +185,7 @@ async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
             "mean_length": sum(lengths) / len(lengths),
             "true_bias": sum(lengths) / len(lengths) / (sum(engine.lengths) / len(engine.lengths)),
         }
-        await loop.stage.close()
+        await stage.close()
         channel.say(**report)
 
 
@@ -193,20 +193,21 @@ async def serve_repair(channel: Channel, args: argparse.Namespace) -> None:
     """Repair the quickstart's checkpoint for some steps and evaluate, at each command."""
     from bench.ours import repair
     from rollmill.config.taskset import TasksetConfig
+    from rollmill.orchestrator.loop import train_step
 
     train, held_out = (TasksetConfig(path=args.folder / name) for name in ("train.jsonl", "held_out.jsonl"))
     changes = {"max_staleness": args.max_staleness, "rollout": args.rollout}
-    loop, _, accuracy = repair.repair_stage(args, train, held_out, changes)
-    loop.stage.begin({})
+    stage, _, accuracy = repair.repair_stage(args, train, held_out, changes)
+    stage.begin({})
     channel.say(accuracy=await accuracy(), versions=versions("torch", "transformers"))
     for _ in channel.commands():
         report: dict[str, Any] = {"segments": 0.0, "stopped": 0.0}
         for _ in range(args.steps):
-            metrics = (await loop.step()).metrics
+            metrics = (await train_step(stage)).metrics
             report["segments"] = max(report["segments"], metrics.get("rollout/segments", 0.0))
             report["stopped"] += metrics.get("rollout/stopped", 0.0)
         channel.say(**report, accuracy=await accuracy())
-    await loop.stage.close()
+    await stage.close()
 
 
 def main() -> None:

@@ -172,7 +172,7 @@ class World:
 
     def _began(self, stage: SimulatedStage) -> None:
         self.checks.stage = stage
-        stage.trainer.rank_dies, self.rank_dies = self.rank_dies, False
+        stage.simulated_trainer.rank_dies, self.rank_dies = self.rank_dies, False
 
     def _open_store(self) -> Any:
         replay = self.scenario.config.buffer.replay
@@ -219,7 +219,7 @@ class World:
     def _kill_rank(self) -> None:
         stage = None if self.trainer is None else self.trainer.stage
         if stage is not None and self.scenario.ranks > 1:
-            stage.trainer.rank_dies = True
+            stage.simulated_trainer.rank_dies = True
 
     def _import_group(self) -> None:
         """Put a group of another process, of some version up to now, into the shared store."""

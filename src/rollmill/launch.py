@@ -227,9 +227,10 @@ def execute(
             setup.policy,
             setup.tasks,
             monitor,
+            RunControl(run_dir, loaded.config.changes, callbacks),
+            resumed=start,
             serving=serving,
             interrupts=interrupts,
-            control=RunControl(run_dir, loaded.config.changes, callbacks),
         )
         try:
             buffers.open_all(loaded.stages)
@@ -242,7 +243,7 @@ def execute(
                 monitor.resume_at(point.step)
             else:
                 monitor.open_trackers()
-            summary = asyncio.run(orchestrator.run(start))
+            summary = asyncio.run(orchestrator.run())
         except Interrupted:
             if ends_for_restart():
                 monitor.close(None)

@@ -18,6 +18,7 @@ from rollmill.config.trackers import MonitorConfig
 from rollmill.errors import RewardError
 from rollmill.launch import run
 from rollmill.orchestrator.missing_verdicts import rewards_without_verdict
+from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.stuck_run import StuckDetector
 from rollmill.registry import import_file
 from rollmill.trackers import read_metrics
@@ -208,12 +209,14 @@ STUCK_STEP = {"stage": "a", "reward/mean": 0.5, "reward/std": 0.1, "grad_norm": 
         ({"reward/mean": 0.96, "grad_norm": 0.0, "entropy": 0.0}, None),  # nothing is left to learn
     ],
 )
-def test_symptoms_of_a_stuck_run(shown: dict[str, float], symptom: str | None) -> None:
+def test_symptoms_of_a_stuck_run(tmp_path: Path, shown: dict[str, float], symptom: str | None) -> None:
     stage = StageConfig.model_validate({"name": "a", "rewards": [{"name": "exact"}]})
-    detector, step = StuckDetector([stage], MonitorConfig(stuck_after=3)), STUCK_STEP | shown
+    config, step = MonitorConfig(stuck_after=3), STUCK_STEP | shown
+    monitor = Monitor(tmp_path, "run", [("a", 9)], config, PlainView(io.StringIO()))
+    detector = StuckDetector([stage], config, monitor)
     assert detector.check(step) == detector.check(step) == []
     assert detector.check(STUCK_STEP) == []  # begins again
-    resumed = StuckDetector([stage], MonitorConfig(stuck_after=3))
+    resumed = StuckDetector([stage], config, monitor)
     resumed.replay([{"step": 0, "stage": "a", "eval/greedy": 0.1}, step, step])
     found = resumed.check(step)
     assert [text.partition(" in 3 steps in a row of stage a: ")[0] for text in found] == ([symptom] if symptom else [])

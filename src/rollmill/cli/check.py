@@ -211,7 +211,6 @@ def _counted(run: LoadedRun, tasksets: dict[tuple[str, str], Taskset]) -> dict[t
     """
     if not tasksets:
         return {}
-    from rollmill.config.algorithms.distillation import SelfDistill
     from rollmill.data.examples import count_tasks, require_examples, select_context, select_examples
 
     found: dict[tuple[str, str], TaskCount] = {}
@@ -226,8 +225,8 @@ def _counted(run: LoadedRun, tasksets: dict[tuple[str, str], Taskset]) -> dict[t
                 examples = select_examples(stage, taskset)
                 if section == "taskset":
                     require_examples(stage, taskset, examples)
-                if isinstance(stage.algorithm, SelfDistill):
-                    taskset = select_context(taskset, stage.algorithm, stage.required_taskset, [])
+                if stage.algorithm.self_teacher is not None:
+                    taskset = select_context(taskset, stage.algorithm.self_teacher, stage.required_taskset, [])
             except TasksetError as error:
                 raise ConfigError(f"stage {name}: {section}: {error}") from error
             found[name, section] = count_tasks(stage, taskset, examples)

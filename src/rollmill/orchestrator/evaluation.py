@@ -78,6 +78,7 @@ class Evaluation:
         self, set_evaluators: Sequence[SetEvaluator], deadline_s: float, guards: Mapping[str, DomainGuard]
     ) -> None:
         self._queue, self._deadline_s, self._guards = GroupQueue(), deadline_s, guards
+        self.is_generating = True  #: nobody has waited for its completions yet
         self._lost: set[str] = set()
         self._set_evaluators = [(each, each.start(self._queue, self._guard(each.name))) for each in set_evaluators]
 
@@ -88,6 +89,7 @@ class Evaluation:
     async def generated(self) -> None:
         """Wait for all completions: afterwards the weights may change. Raises DeadlineError."""
         await self._in_time(self._queue.wait_all_generated())
+        self.is_generating = False
 
     async def result(self) -> EvaluationResult:
         """Wait for all rewards. A set whose domain has been paused meanwhile is left out, with a warning.
@@ -101,6 +103,7 @@ class Evaluation:
         except BaseException:
             await self.cancel()
             raise
+        self.is_generating = False
         results, shown, start = [], [], 0
         for evaluator, count in self._set_evaluators:
             own, start = groups[start : start + count], start + count
@@ -117,6 +120,7 @@ class Evaluation:
         return EvaluationResult(results, shown)
 
     async def cancel(self) -> None:
+        self.is_generating = False
         await self._queue.cancel()
 
     async def _in_time(self, work: Awaitable[Any]) -> Any:
@@ -160,6 +164,7 @@ class Evaluator:
         self._explorers: list[ExplorerSource] = []
         self.set_evaluators: list[SetEvaluator] = []
         self._guards: dict[str, DomainGuard] = {}
+        self._newest: Evaluation | None = None
         for name, section in config.evaluation.all_sets().items():
             stage, used_rewards, used = config.for_evaluation(section), rewards, explorers
             if section.domain is not None and section.rewards is None and rewards.domains:
@@ -185,7 +190,13 @@ class Evaluator:
         """
         chosen = [each for each in self.set_evaluators if names is None or each.name in names]
         batches = max(1.0, sum(each.completions for each in chosen) / self._batch)
-        return Evaluation(chosen, batches * self._deadline_s, {} if is_complete else self._guards)
+        self._newest = Evaluation(chosen, batches * self._deadline_s, {} if is_complete else self._guards)
+        return self._newest
+
+    @property
+    def is_generating(self) -> bool:
+        """True while the completions of an evaluation may still be missing."""
+        return self._newest is not None and self._newest.is_generating
 
     async def evaluate(self, names: Sequence[str] | None = None, *, is_complete: bool = False) -> EvaluationResult:
         """Evaluate and return the result; see `begin`. Raises like `Evaluation.result`."""

@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rollmill.config.rewards.base import reward_part_names
 from rollmill.config.run import StageConfig
 from rollmill.errors import RewardError
+from rollmill.orchestrator.loop_callback import LoopCallback, TrainingStep
+from rollmill.orchestrator.monitor import Monitor
 from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
 from rollmill.types import Experience
 
+if TYPE_CHECKING:
+    from rollmill.orchestrator.stages import Stage
 
-class MissingVerdicts:
+
+class MissingVerdicts(LoopCallback):
     """Counts, for each reward of a stage, the steps in a row that mostly lacked its verdicts."""
 
-    def __init__(self) -> None:
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
         self._steps: dict[tuple[str, str], int] = {}  # (stage, reward) -> steps in a row
         self._warned: set[tuple[str, str]] = set()
 
-    def check(self, stage: StageConfig, experiences: list[Experience]) -> list[str]:
-        """Add a step's experiences, and return warnings, one for each reward of a stage in the whole run.
+    async def after_step(self, stage: Stage, step: TrainingStep) -> None:
+        """Warn of each reward of a stage once in the run.
 
         Raises RewardError after `judging.missing_steps` such steps in a row.
         """
-        found = {(stage.name, name): reason for name, reason in rewards_without_verdict(experiences, stage).items()}
+        config = stage.config
+        missing = rewards_without_verdict(step.experiences, config)
+        found = {(config.name, name): reason for name, reason in missing.items()}
         self._steps = {key: self._steps.get(key, 0) + 1 for key in found}
         for key, reason in found.items():
-            if self._steps[key] == stage.judging.missing_steps:
+            if self._steps[key] == config.judging.missing_steps:
                 raise RewardError(
-                    f"stage {stage.name}: {reason}; it was so in {self._steps[key]} steps in a row, which "
+                    f"stage {config.name}: {reason}; it was so in {self._steps[key]} steps in a row, which "
                     "judging.missing_limit and judging.missing_steps do not allow. Fix it, then resume the run from "
                     "its last checkpoint"
                 )
-        warnings = [f"warning: {reason}" for key, reason in found.items() if key not in self._warned]
+            if key not in self._warned:
+                self._monitor.message(f"warning: {reason}")
         self._warned |= found.keys()
-        return warnings
 
 
 def rewards_without_verdict(experiences: list[Experience], stage: StageConfig) -> dict[str, str]:

@@ -81,7 +81,7 @@ def build_offloader(stage: Stage, plan: OffloadPlan) -> OffloadManager:
     """Build the offload manager of this process; all components are on the device."""
     config, policy, context = stage.config, stage.policy, stage.context
     assert config.residency is not None
-    trainer = cast("Trainer | DistributedTrainer", stage.learner.trainer)  # others are refused
+    trainer = cast("Trainer | DistributedTrainer", stage.trainer)  # others are refused
     folder = config.residency.folder or context.run_dir
     known = plan.places[stage_phases(config)[0]]
 

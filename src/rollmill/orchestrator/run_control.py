@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from rollmill.config.changes import ChangeConfig
 from rollmill.errors import CallbackError, ConfigError, RollmillError
 from rollmill.files import explain_write_errors
+from rollmill.orchestrator.loop_callback import LoopCallback, TrainingStep
 from rollmill.trackers.metrics_log import Metrics, read_jsonl_rows
 from rollmill.types import Experience
 
@@ -47,7 +48,7 @@ class Callback:
         """Called when a checkpoint is complete. Changes are made after the next step."""
 
 
-class RunControl:
+class RunControl(LoopCallback):
     """Changes a run while it trains.
 
     Args:
@@ -114,19 +115,19 @@ class RunControl:
             if stage.first_version < change.step <= stage.version:
                 self._apply(change)  # but for a stop: a checkpoint says itself whether its stage has ended
 
-    def after_step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
+    async def after_step(self, stage: Stage, step: TrainingStep) -> None:
         """Call the callbacks of a finished step, then make the changes that are due.
 
         Raises CallbackError if a callback raises.
         """
-        step = self._boundary = self._stage.version
-        self._call("on_rollouts", experiences)
-        self._call("on_step", metrics)
+        self._boundary = stage.version
+        self._call("on_rollouts", step.experiences)
+        self._call("on_step", step.metrics)
         for change in self._changes:
-            if change.step == step:
+            if change.step == stage.version:
                 self._apply(change)
-                self._stage.state.stopped |= change.stop
-        self._boundary = step + 1
+                stage.state.stopped |= change.stop
+        self._boundary = stage.version + 1
 
     def evaluated(self, metrics: Metrics) -> None:
         """Call the callbacks of a finished evaluation. Raises CallbackError."""
@@ -176,7 +177,7 @@ class RunControl:
     def _apply(self, change: ChangeConfig) -> None:
         stage = self._stage
         if change.lr is not None:
-            stage.learner.trainer.set_learning_rate(change.lr)
+            stage.trainer.set_learning_rate(change.lr)
         if change.rewards and stage.rewards is not None:
             ahead = 1 if stage.config.max_staleness else 0  # others of this version may have been scored already
             for name, weight in change.rewards.items():

@@ -7,7 +7,11 @@ processes (`remote/rollout_backend.py`).
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
+
+import torch
 
 from rollmill.buffer.sql import SQL
 from rollmill.config.offload import Phase
@@ -19,20 +23,28 @@ from rollmill.models.load import PolicyModel
 from rollmill.offload import OffloadManager, OffloadPlan
 from rollmill.offload.plan import engine_leaves
 from rollmill.orchestrator.batches import BatchSource
-from rollmill.orchestrator.components import build_rollouts, build_stage_pipeline, build_stage_rewards
+from rollmill.orchestrator.components import (
+    build_rollouts,
+    build_stage_pipeline,
+    build_stage_rewards,
+    build_trainer,
+)
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.evaluation import EvaluationResult, Evaluator
 from rollmill.orchestrator.explorer_factory import ExplorerFactory
-from rollmill.orchestrator.learner import Learner
 from rollmill.orchestrator.offline_data import OfflineData, build_demonstration_pool
 from rollmill.orchestrator.offload import build_offload_plan, build_offloader
 from rollmill.orchestrator.phases import MOVE, PhaseTrace
+from rollmill.orchestrator.privileged_context import PrivilegedContext
 from rollmill.orchestrator.state import StageState
+from rollmill.orchestrator.step_meter import StepMeter
+from rollmill.orchestrator.task_pictures import TaskPictures
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.progress import uncounted_work
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.seeds import derive_seed
+from rollmill.types import Experience
 
 FROZEN, DRAFTS = "frozen", "drafts"
 """Keys of a trainer's state: the policy at the start of the stage, where a workflow talks to it; and drafts."""
@@ -195,22 +207,23 @@ class Stage:
         self.config, self.policy, self.tasks, self.context = config, policy, tasks, context
         self.index, self.first_version, self.seed = index, first_version, derive_seed(context.seed, index)
         self.state = StageState()
+        self.updating = False  #: an update has begun and is not counted as a step yet: the weights are those of no step
         self.trace = PhaseTrace(self._report)
         self.rewards = None
         if config.rewards or config.domains or config.algorithm.uses_rollouts or config.evaluation is not None:
             self.rewards = build_stage_rewards(config, policy)
         # completions that come after their version has ended are compared with weights that the trainer keeps
         late = context.explorers is not None or not config.workflow.uses_tasks or config.sync_interval > 1
-        self.learner = Learner(
-            config,
-            policy,
-            self.rewards,
-            context,
-            tasks.training.tasks,
-            seed=self.seed,
-            shown=() if tasks.examples is None else tasks.examples.tasks,
-            kept_versions=config.max_staleness if late else 0,
-        )
+        kept_versions = config.max_staleness if late else 0
+        self.trainer = build_trainer(config, policy, self.rewards, context, seed=self.seed, kept_versions=kept_versions)
+        self.train_thread = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, (torch.get_num_threads(),))
+        shown = [*tasks.training.tasks, *([] if tasks.examples is None else tasks.examples.tasks)]
+        by_id = {task.id: task for task in shown}
+        self.pictures = TaskPictures(policy, shown)
+        self.privileged: PrivilegedContext | None = None
+        if (options := config.algorithm.self_teacher) is not None:
+            own = {task.id: task for task in tasks.training.tasks}
+            self.privileged = PrivilegedContext(options, own, policy.tokenizer, policy.context)
         self.offload_plan: OffloadPlan | None = None
         if config.residency is not None:
             engines = None if context.explorers is None else context.engines
@@ -227,11 +240,10 @@ class Stage:
         self.offline_data: OfflineData | None = None
         if config.algorithm.uses_examples:
             pool = build_demonstration_pool(config, tasks.examples, policy, self.store, context.buffers, seed=self.seed)
-            shown = [*tasks.training.tasks, *([] if tasks.examples is None else tasks.examples.tasks)]
-            by_id = {task.id: task for task in shown}
             self.offline_data = OfflineData(pool, self.pipeline, self.store, config, policy, by_id)
         self.drafts = None if config.rollout.reuse is None else DraftCache(config.rollout.reuse)
         self.batches, self.evaluator = self.backend.start(self)
+        self.meter = StepMeter(self)
 
     def _choose_backend(self) -> RolloutBackend:
         explorers = self.context.explorers
@@ -243,6 +255,11 @@ class Stage:
     def version(self) -> int:
         """Version of the weights now."""
         return self.first_version + self.state.step
+
+    @property
+    def done(self) -> bool:
+        """True if all steps are made, or the stage was ended early."""
+        return self.state.step >= self.config.steps or self.state.stopped
 
     @property
     def engine(self) -> RolloutEngine:
@@ -264,7 +281,7 @@ class Stage:
 
     def begin(self, stores: dict[str, dict[str, Any]]) -> None:
         """Start from the first step; `stores` says where buffers were at the end of the stage before."""
-        self.learner.start()
+        self.trainer.start()
         self.state.stores = stores
         self._rewind()
         if self.store.kind == SQL:
@@ -273,7 +290,7 @@ class Stage:
 
     def restore(self, state: StageState, trainer: dict[str, Any]) -> None:
         """Go on from a checkpoint; the model's weights are loaded already."""
-        self.learner.start()
+        self.trainer.start()
         self.state = state
         self._rewind()
         if self.offline_data is not None and state.experts is not None:
@@ -282,16 +299,32 @@ class Stage:
         if self.batches is not None:
             self.batches.restore(state)
         own = {key: value for key, value in trainer.items() if key not in (FROZEN, DRAFTS)}
-        self.learner.trainer.load_state_dict(own)
+        self.trainer.load_state_dict(own)
         self.backend.load_state_dict(trainer.get(FROZEN))
         if self.drafts is not None:
             self.drafts.load_state_dict(trainer[DRAFTS])
         self.publish()
         self._mark_boundary()
 
+    def learn(self, batch: Sequence[Experience], upcoming: Sequence[Sequence[Experience]] = ()) -> dict[str, float]:
+        """Make the optimizer steps of one batch, in any thread; `finish_step` has to follow.
+
+        Args:
+            upcoming: completions of later steps, batch by batch; the log-probs of some are compared with the engine's.
+
+        Returns the trainer's metrics. Raises TrainingError.
+        """
+        self.updating = True  # and stays so after an error
+        for each in (batch, *upcoming):
+            self.pictures.attach(each)
+        shown = {} if self.privileged is None else self.privileged.give(batch)
+        compared = self.trainer.to_compare(upcoming, batch, self.version)
+        return self.trainer.step(batch, self.version, compared) | shown
+
     def finish_step(self) -> None:
         """Count a step whose update was made, and publish its weights if they are due (`sync_interval`)."""
         self.state.step += 1
+        self.updating = False
         if self.state.step % self.config.sync_interval == 0:
             self.publish()
         self.backend.finish_step(self.state.step)
@@ -346,7 +379,7 @@ class Stage:
         frozen = self.backend.state_dict()
         drafts = None if self.drafts is None else self.drafts.state_dict()
         others = {key: value for key, value in ((FROZEN, frozen), (DRAFTS, drafts)) if value is not None}
-        trainer = self.learner.trainer.state_dict()
+        trainer = self.trainer.state_dict()
         return (trainer if self.offloader is None else self.offloader.whole(trainer)) | others
 
     def load_for_export(self) -> None:
@@ -371,7 +404,8 @@ class Stage:
         self.context.set_activity(activity, waits_for, version=self.version)
 
     async def close(self) -> None:
-        self.learner.close()
+        self.trainer.close()
+        self.train_thread.shutdown()
         if self.batches is not None:
             await self.batches.close()
         self.pipeline.close()

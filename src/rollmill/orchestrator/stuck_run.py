@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollmill.config.rewards.base import attainable_maximum, reward_part_names
 from rollmill.config.run import StageConfig
 from rollmill.config.trackers import MonitorConfig
+from rollmill.orchestrator.loop_callback import LoopCallback, TrainingStep
 from rollmill.orchestrator.monitor import Monitor
-from rollmill.trackers.metrics_log import Metrics
+
+if TYPE_CHECKING:
+    from rollmill.orchestrator.stages import Stage
 
 _COLLAPSED = 0.01  # nats per token; a policy whose best token has probability 0.999 has about this
 _SOLVED = 0.95  # of the attainable reward: no gradient and no entropy are then the aim
@@ -34,26 +37,24 @@ _ADVICE = {
 }
 
 
-class StuckDetector:
+class StuckDetector(LoopCallback):
     """Counts, for each symptom of a stage, the steps in a row that show it."""
 
-    def __init__(self, stages: Iterable[StageConfig], config: MonitorConfig) -> None:
-        self._stages, self._config = {stage.name: stage for stage in stages}, config
+    def __init__(self, stages: Iterable[StageConfig], config: MonitorConfig, monitor: Monitor) -> None:
+        self._stages, self._config, self._monitor = {stage.name: stage for stage in stages}, config, monitor
         self._replayed = False
         self._steps: dict[tuple[str, Symptom], int] = {}  # steps in a row
         self._trained: dict[str, int] = {}  # steps of each stage
         self._said: set[tuple[str, Symptom]] = set()
 
-    def report(self, metrics: Metrics, monitor: Monitor) -> bool:
-        """Add a recorded step, tell the user what it shows, and return whether the stage is to end."""
-        step = metrics["step"]
-        assert isinstance(step, int)
+    async def after_step(self, stage: Stage, step: TrainingStep) -> None:
+        """Tell the user what the steps so far show, and end the stage if `monitor.stop_when_stuck` says so."""
         if not self._replayed:
-            self.replay(row for row in monitor.recorded() if row["step"] < step)
-        found, stops = self.check(metrics), self._config.stop_when_stuck
+            self.replay(row for row in self._monitor.recorded() if row["step"] < stage.version)
+        found, stops = self.check(step.metrics), self._config.stop_when_stuck
         for text in found:
-            monitor.stuck(text + ". The stage ends here (monitor.stop_when_stuck)" * stops, step)
-        return stops and bool(found)
+            self._monitor.stuck(text + ". The stage ends here (monitor.stop_when_stuck)" * stops, stage.version)
+        stage.state.stopped |= stops and bool(found)
 
     def replay(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take over the steps of a resumed run, from its metrics.jsonl: nothing is said twice."""

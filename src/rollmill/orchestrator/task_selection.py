@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rollmill.config.algorithms.distillation import SelfDistill
-from rollmill.config.algorithms.preferences import KTO
 from rollmill.config.describe import evaluation_key
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
@@ -56,10 +54,11 @@ def select_tasks(
     if examples is not None and examples.tasks:
         measure = _pair if algorithm.uses_pairs or algorithm.uses_labels else _demonstration
         examples = _keep_fitting(examples, config.required_taskset, policy, measure, notes)
-        if isinstance(algorithm, KTO):
-            notes += _imbalance(examples, algorithm)
-    if isinstance(algorithm, SelfDistill):
-        training = select_context(training, algorithm, config.required_taskset, notes)
+        desirable = sum(task.response is not None for task in examples.tasks)
+        if text := algorithm.describe_imbalance(desirable, len(examples.tasks) - desirable):
+            notes.append(f"taskset {examples.name}: {text}")
+    if algorithm.self_teacher is not None:
+        training = select_context(training, algorithm.self_teacher, config.required_taskset, notes)
     if algorithm.uses_rollouts and config.workflow.uses_tasks:
         training = _keep_fitting(training, config.required_taskset, policy, _prompt, notes)
     return StageTasks(training, examples, select_held_out(config, policy, held_out, notes), notes)
@@ -151,21 +150,3 @@ def _surely_fits(task: Task, context: int) -> bool:
         return False
     longest = max(len((text or "").encode()) for text in (task.response, task.rejected))
     return len(task.prompt.encode()) + longest + _ADDED < context
-
-
-def _imbalance(tasks: Taskset, algorithm: KTO) -> list[str]:
-    """Note an imbalance between the weights of the two kinds of completions (KTO, arXiv:2402.01306, eq. 9)."""
-    desirable = sum(task.response is not None for task in tasks.tasks)
-    undesirable = len(tasks.tasks) - desirable
-    if not desirable or not undesirable:
-        kind = "undesirable" if desirable else "desirable"
-        return [f"taskset {tasks.name}: no completion is {kind}, and algorithm kto compares the two kinds"]
-    ratio = algorithm.desirable_weight * desirable / (algorithm.undesirable_weight * undesirable)
-    if 1 <= ratio <= 4 / 3:
-        return []
-    text = (
-        f"taskset {tasks.name}: {desirable} desirable and {undesirable} undesirable completions with weights "
-        f"{algorithm.desirable_weight:g} and {algorithm.undesirable_weight:g} stand in a ratio of {ratio:.2f}"
-    )
-    weight = undesirable * algorithm.undesirable_weight / desirable
-    return [f"{text}; kto's authors advise 1 to 1.33: algorithm.desirable_weight {weight:.3g} to {weight * 4 / 3:.3g}"]

@@ -14,6 +14,9 @@ from rollmill.config.algorithms.corrections import CorrectionConfig, OffPolicyMa
 from rollmill.config.section import NamedSection, Section, merge_with_default
 from rollmill.types import ExperienceSource
 
+if TYPE_CHECKING:
+    from rollmill.config.algorithms.distillation import SelfDistill
+
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-mean", "constant"]
 
 
@@ -50,9 +53,18 @@ class AlgorithmOptions(Section):
         return self.teacher_folder is not None
 
     @property
+    def self_teacher(self) -> SelfDistill | None:
+        """The options of a policy that teaches itself, with context that it does not get."""
+        return None
+
+    @property
     def uses_reference(self) -> bool:
         """True if log-probs of a reference policy are needed."""
         return False
+
+    def describe_imbalance(self, desirable: int, undesirable: int) -> str:
+        """Returns what is wrong with so many completions of each kind; empty if nothing is, or there are no kinds."""
+        return ""
 
     @property
     def active_critic(self) -> CriticOptions | None:

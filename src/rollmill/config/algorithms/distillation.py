@@ -141,6 +141,10 @@ class SelfDistill(DistillationOptions):
         return value
 
     @property
+    def self_teacher(self) -> SelfDistill:
+        return self
+
+    @property
     def keeps_teacher(self) -> bool:
         """True unless the policy's current weights teach."""
         return self.weights != "current"

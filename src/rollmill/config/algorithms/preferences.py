@@ -94,6 +94,21 @@ class KTO(OfflineAlgorithmOptions):
         """True: the loss compares with the policy at the start of the stage."""
         return True
 
+    def describe_imbalance(self, desirable: int, undesirable: int) -> str:
+        """Compares the classes by weight times count (arXiv:2402.01306, eq. 9)."""
+        if not desirable or not undesirable:
+            kind = "undesirable" if desirable else "desirable"
+            return f"no completion is {kind}, and algorithm kto compares the two kinds"
+        ratio = self.desirable_weight * desirable / (self.undesirable_weight * undesirable)
+        if 1 <= ratio <= 4 / 3:
+            return ""
+        weight = undesirable * self.undesirable_weight / desirable
+        return (
+            f"{desirable} desirable and {undesirable} undesirable completions with weights {self.desirable_weight:g} "
+            f"and {self.undesirable_weight:g} stand in a ratio of {ratio:.2f}; kto's authors advise 1 to 1.33: "
+            f"algorithm.desirable_weight {weight:.3g} to {weight * 4 / 3:.3g}"
+        )
+
     def conflicts(self) -> dict[str, str]:
         text = "kto compares each completion with those of other prompts, and 1 has no other; give at least 2"
         return {"batch": text} if self.batch < 2 else {}

@@ -16,7 +16,7 @@ from rollmill.engines.native import NativeEngine
 from rollmill.models.load import PolicyModel
 from rollmill.offload.manager import PhasePeakMemory
 from rollmill.orchestrator.context import RunContext
-from rollmill.orchestrator.loop import TrainingLoop
+from rollmill.orchestrator.loop import train_step
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.types import Experience, ExperienceSource, StopReason, first_per_rollout
@@ -61,27 +61,26 @@ async def measure_steps(
 ) -> list[StepMeasurement]:
     """Runs some steps with this many groups, with the stage's own components; the first is not counted."""
     running = Stage(stage, policy, tasks, context, index=index, first_version=0)
-    loop = TrainingLoop(running)
     samples: list[StepMeasurement] = []
     try:
         running.begin({})
         began = time.perf_counter()
-        await _measure_step(loop, groups)
+        await _measure_step(running, groups)
         while len(samples) < MIN_STEPS or (len(samples) < _MAX_STEPS and time.perf_counter() - began < _STEPS_S):
-            samples.append(await _measure_step(loop, groups))
+            samples.append(await _measure_step(running, groups))
     finally:
         await running.close()
     return samples
 
 
-async def _measure_step(loop: TrainingLoop, groups: int) -> StepMeasurement:
-    peaks, idle = PhasePeakMemory(loop.stage.policy.device), _memory_in_use(loop.stage.policy.device)
+async def _measure_step(stage: Stage, groups: int) -> StepMeasurement:
+    peaks, idle = PhasePeakMemory(stage.policy.device), _memory_in_use(stage.policy.device)
     peaks.begin("train")
-    with record_engine_steps(loop.stage.engine) as passes:
-        result = await loop.step()
+    with record_engine_steps(stage.engine) as passes:
+        result = await train_step(stage)
     memory = {phase: 1e9 * result.metrics.get(f"memory/{phase}", 0.0) for phase in ("rollout", "inference", "train")}
     memory = {phase: peak for phase, peak in memory.items() if peak} or dict(peaks.take())
-    engine, found = loop.stage.engine, result.experiences
+    engine, found = stage.engine, result.experiences
     cache = engine.core.cache_bytes() if isinstance(engine, NativeEngine) else 0
     rollouts = [each for each in found if each.source is ExperienceSource.ROLLOUT]
     by_group = _by_group(rollouts)
@@ -102,7 +101,7 @@ async def _measure_step(loop: TrainingLoop, groups: int) -> StepMeasurement:
         sum(each.action_tokens for each in found),
         max(tokens, default=0),
         learned,
-        _time_train_step(loop, found),
+        _time_train_step(stage, found),
     )
 
 
@@ -160,13 +159,14 @@ def _share_learned(experiences: Sequence[Experience]) -> float:
     return 1 - silent / max(len(rollouts), 1)
 
 
-def _time_train_step(loop: TrainingLoop, experiences: Sequence[Experience]) -> float:
+def _time_train_step(stage: Stage, experiences: Sequence[Experience]) -> float:
     """Seconds of a training step on these experiences, with rewards that differ within each group."""
     for number, each in enumerate(experiences):
-        each.versions[each.versions >= 0] = loop.stage.version
+        each.versions[each.versions >= 0] = stage.version
         if each.reward is not None:
             each.reward = float(number % 2)
             each.reward_parts = dict.fromkeys(each.reward_parts, each.reward)
     began = time.perf_counter()
-    loop.learn(list(experiences))
+    stage.learn(experiences)
+    stage.finish_step()
     return time.perf_counter() - began

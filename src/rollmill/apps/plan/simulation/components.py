@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ from rollmill.buffer import ExperienceStore
 from rollmill.config.run import StageConfig
 from rollmill.data import Taskset
 from rollmill.errors import TrainerRankLostError
-from rollmill.orchestrator.learner import Learner
 from rollmill.rewards.base import RewardResult
 from rollmill.types import Completion, Experience, IntArray, Task
 from rollmill.waiting import OutageLog
@@ -122,13 +120,20 @@ class SimulatedTrainer:
     """A trainer with ranks: a step takes as long as its slowest rank. Its weights are a digest of all it has learned.
 
     Args:
-        lost_rank_at: the step in which a rank dies, once; None: never.
+        history: what it trains on is recorded there.
     """
 
     def __init__(
-        self, policy: SimulatedPolicy, process: SimulatedProcess, costs: SimulationCosts, *, ranks: int, seed: int
+        self,
+        policy: SimulatedPolicy,
+        process: SimulatedProcess,
+        costs: SimulationCosts,
+        history: EventHistory,
+        *,
+        ranks: int,
+        seed: int,
     ) -> None:
-        self._policy, self._process, self._costs = policy, process, costs
+        self._policy, self._process, self._costs, self._history = policy, process, costs, history
         self._ranks, self._random = ranks, random.Random(seed)
         self.rank_dies = False
         self.spent_s = 0.0
@@ -147,6 +152,7 @@ class SimulatedTrainer:
 
     def step(self, experiences: Sequence[Experience], version: int, compared: None) -> dict[str, float]:
         """Learn a batch. Raises TrainerRankLostError if a rank dies."""
+        self._history.record("train", version=version, experiences=experiences)
         self._process.require_alive()
         seconds = max(self._random.choice(self._costs.train_s) for _ in range(self._ranks))
         self.spent_s = seconds * self._process.slowness + self._costs.publish_s
@@ -169,21 +175,6 @@ class SimulatedTrainer:
 
     def close(self) -> None:
         """Nothing to close."""
-
-
-class SimulatedLearner(Learner):
-    """The stage's learner around a simulated trainer; says what it trains on."""
-
-    def __init__(self, policy: Any, trainer: Any, history: EventHistory) -> None:
-        self._policy, self._privileged, self._seen, self.trainer = policy, None, {}, trainer
-        self._thread = ThreadPoolExecutor(1, "simulated")  # starts no thread: a virtual loop runs its work itself
-        self._history = history
-
-    def step(
-        self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
-    ) -> dict[str, float]:
-        self._history.record("train", version=version, experiences=experiences)
-        return super().step(experiences, version, upcoming)
 
 
 class SimulatedWeights:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from rollmill.apps.plan.simulation.clock import SimulatedProcess
 from rollmill.apps.plan.simulation.components import (
     SimulatedBuffers,
-    SimulatedLearner,
     SimulatedPolicy,
     SimulatedRewards,
     SimulatedSender,
@@ -27,10 +27,12 @@ from rollmill.buffer import ExperienceStore
 from rollmill.config.run import StageConfig
 from rollmill.orchestrator.components import build_rollouts, build_stage_pipeline
 from rollmill.orchestrator.context import RunContext
-from rollmill.orchestrator.loop import TrainingLoop
+from rollmill.orchestrator.loop import train_step
 from rollmill.orchestrator.phases import PhaseTrace
 from rollmill.orchestrator.stages import LocalRollouts, Stage
 from rollmill.orchestrator.state import StageState
+from rollmill.orchestrator.step_meter import StepMeter
+from rollmill.orchestrator.task_pictures import TaskPictures
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.remote.rollout_backend import RemoteRollouts
 from rollmill.rollout import Explorer
@@ -133,14 +135,20 @@ class SimulatedStage(Stage):
         self.offload_plan = None
         rewards: Any = SimulatedRewards(site.judges, process.outages)
         self.rewards = rewards
-        self.trainer = SimulatedTrainer(policy, process, site.costs, ranks=spec.ranks, seed=spec.seed)
-        self.learner = SimulatedLearner(policy, self.trainer, site.history)
+        self.simulated_trainer = SimulatedTrainer(
+            policy, process, site.costs, site.history, ranks=spec.ranks, seed=spec.seed
+        )
+        trainer: Any = self.simulated_trainer
+        self.trainer, self.updating, self.privileged = trainer, False, None
+        self.train_thread = ThreadPoolExecutor(1, "simulated")  # starts no thread: a virtual loop runs its work itself
+        self.pictures = TaskPictures(policy, ())
         self.backend = _LocalBackend(self) if fleet is None else _RemoteBackend(self, fleet)
         self.backend.publish(self.first_version)
         self.offloader = self.offline_data = self.drafts = None
         self.store = store
         self.pipeline = build_stage_pipeline(spec.config, policy, self.seed)
         self.batches, self.evaluator = self.backend.start(self)
+        self.meter = StepMeter(self)
 
     def finish_step(self) -> None:
         self.process.require_alive()
@@ -189,11 +197,11 @@ class SimulatedTrainerProcess:
                 stage.restore(*resumed)
             self._site.history.record("begin", version=stage.version, digest=stage.simulated_policy.digest)
             self._began(stage)
-            loop = TrainingLoop(stage)
-            while stage.state.step < spec.config.steps:
-                result = await loop.step()
+            while not stage.done:
+                result = await train_step(stage)
                 self._site.history.record("step", version=stage.version)
-                self.results.append({**result.metrics, "seconds": result.seconds, "trained_s": stage.trainer.spent_s})
+                trained_s = stage.simulated_trainer.spent_s
+                self.results.append({**result.metrics, "seconds": result.seconds, "trained_s": trained_s})
                 if stage.state.step % spec.checkpoint_every == 0 or stage.state.step == spec.config.steps:
                     await self._checkpoint(stage)
         finally:
