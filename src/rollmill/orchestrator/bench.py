@@ -24,17 +24,16 @@ from rollmill.errors import ConfigError
 from rollmill.files import atomic_write, read_json_object, to_jsonable
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.bench_results import Cell, Results
-from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.eval_targets import RUN_FILE, CheckpointTarget, EvalTarget, ServedTarget
 from rollmill.orchestrator.evaluation import Evaluator
 from rollmill.orchestrator.evaluation_set import SetResult
-from rollmill.orchestrator.explorer_factory import ExplorerFactory
+from rollmill.orchestrator.rollouts import LocalRollouts
 from rollmill.orchestrator.setup import MACHINE, choose_device, require_models, stage_overrides
 from rollmill.orchestrator.task_selection import select_held_out
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.domains import build_domain_rewards
 from rollmill.rollout.auxiliary_models import connect_endpoint
-from rollmill.rollout.served_model import ServedExplorers, ServedModel, check_endpoint_support
+from rollmill.rollout.served_model import ServedExplorer, ServedModel, check_endpoint_support
 from rollmill.trainer import StepSize, choose_precision
 from rollmill.types import Task
 
@@ -141,30 +140,25 @@ async def _evaluate(
     out: Path,
     marks: Mapping[str, str],
 ) -> list[SetResult]:
-    engine = build_engine(policy, stage, precision, trained_on=False)
-    sync = build_publisher(policy, engine, precision)
-    sync.publish(subject.step or 0)
-
     def build_rewards(view: StageConfig) -> RewardManager:
         return build_reward_manager(view.rewards, view.judging, tokenizer=policy.tokenizer, device=str(policy.device))
 
     rewards = build_domain_rewards(stage, build_rewards)
-    explorers = ExplorerFactory(stage, policy, engine, rewards, precision=precision, tasks=examples)
+    explorers = LocalRollouts(stage, policy, rewards, precision=precision, tasks=examples, trained_on=False)
+    explorers.publish(subject.step or 0)
     evaluator = Evaluator(
         stage,
         select_held_out(stage, policy, tasksets, []),
         rewards=rewards,
-        explorers=explorers,
+        build_explorer=explorers.explorer,
         build_rewards=build_rewards,
         seed=loaded.config.seed,
     )
     try:
         return await _all_sets(evaluator, tasksets, subject, out, marks)
     finally:
-        await evaluator.close()
+        evaluator.close()
         await explorers.close()
-        await engine.close()
-        sync.close()
         rewards.close()
 
 
@@ -194,13 +188,19 @@ async def _evaluate_served(
     held_out = {name: tasksets[name].tasks[: each.limit] for name, each in sets.items()}
     for name, each in sets.items():  # requests are text
         require_seen(each.taskset, held_out[name], False, f"{subject.label}: {evaluation_key(name)}.taskset")
-    explorers = ServedExplorers(model, rewards)
     seed = loaded.config.seed
-    evaluator = Evaluator(stage, held_out, rewards=rewards, explorers=explorers, build_rewards=build_rewards, seed=seed)
+    evaluator = Evaluator(
+        stage,
+        held_out,
+        rewards=rewards,
+        build_explorer=lambda _, scorers: ServedExplorer(model, scorers),
+        build_rewards=build_rewards,
+        seed=seed,
+    )
     try:
         results = await _all_sets(evaluator, tasksets, subject, out, marks)
     finally:
-        await evaluator.close()
+        evaluator.close()
         model.close()
         rewards.close()
     if model.unanswered:

@@ -32,10 +32,8 @@ from rollmill.trainer.parity import require_parity
 from rollmill.types import Task
 
 if TYPE_CHECKING:
-    from rollmill.orchestrator.explorer_factory import ExplorerFactory
     from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import StageTasks
-    from rollmill.remote.rollout_backend import RemoteRollouts
 
 
 def build_stage_rewards(config: StageConfig, policy: PolicyModel) -> RewardManager:
@@ -102,29 +100,24 @@ def _weights(rewards: RewardManager | None, domain: str) -> dict[str, float] | N
     return None if rewards is None or domain not in rewards.domains else dict(rewards.domains[domain].weights)
 
 
-def build_rollouts(
-    stage: Stage, explorers: ExplorerFactory | RemoteRollouts, counter: InterruptibleEngine
-) -> tuple[BatchSource | None, Evaluator | None]:
-    """Build the source of a stage's batches, if its algorithm rolls out, and its evaluator, if it has one.
-
-    Args:
-        counter: counts the generated tokens.
-    """
+def build_rollouts(stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
+    """Build the source of a stage's batches, if its algorithm rolls out, and its evaluator, if it has one."""
     config, policy, batches, evaluator, sampler = stage.config, stage.policy, None, None, None
-    assert stage.rewards is not None
     if config.algorithm.uses_rollouts:
-        components = build_rollout_components(stage, explorers.explorer(stage.trace, stage.drafts), counter)
+        explorer = stage.backend.explorer(trace=stage.trace, drafts=stage.drafts)
+        components = build_rollout_components(stage, explorer, stage.backend.generating)
         sampler = components.sampler if config.domains else None
         ratings = RatingOverrides(stage.context.buffers.of_run(stage.store))
         kind = RolloutBatches if config.workflow.uses_tasks else LiveRequestBatches
         first, shared = stage.first_version, stage.context.buffers.shared
         batches = kind(config, components, ratings, first_version=first, seed=stage.seed, shared=shared)
     if config.evaluation is not None:
+        assert stage.rewards is not None
         evaluator = Evaluator(
             config,
             stage.tasks.held_out,
             rewards=stage.rewards,
-            explorers=explorers,
+            build_explorer=stage.backend.explorer,
             build_rewards=lambda view: build_stage_rewards(view, policy),
             seed=stage.context.seed,
             sampler=sampler,

@@ -13,7 +13,8 @@ from rollmill.orchestrator.buffers import Buffers
 from rollmill.trackers.heartbeat import HeartbeatWriter
 
 if TYPE_CHECKING:
-    from rollmill.orchestrator.stages import RolloutBackend, Stage
+    from rollmill.orchestrator.rollouts import RolloutBackend
+    from rollmill.orchestrator.stages import Stage
 
 
 class ExplorerPool(Protocol):

@@ -20,12 +20,14 @@ from rollmill.orchestrator.domain_pauses import unless_lost
 from rollmill.orchestrator.evaluation_set import RolloutGuard, SetEvaluator, SetResult, merged_metrics, results_to_json
 from rollmill.orchestrator.metrics import require_rewards
 from rollmill.rewards import RewardManager
-from rollmill.rollout.base import ExplorerSource
+from rollmill.rollout.base import RolloutGenerator
 from rollmill.types import Experience, Task
 from rollmill.waiting import patient_timeout
 
 BuildRewards = Callable[[StageConfig], RewardManager]
 """Builds the rewards of a stage without domains."""
+BuildExplorer = Callable[[StageConfig | None, RewardManager], RolloutGenerator]
+"""Builds the explorer of held-out tasks with another workflow, environment or rewards than the stage."""
 HeldOut = Mapping[str, Sequence[Task]]
 """Held-out tasks by the name of their set."""
 _log = logging.getLogger(__name__)
@@ -137,12 +139,12 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates the current weights of the explorers' engine on fixed lists of tasks, with the same seeds every time.
+    """Evaluates the current weights on fixed lists of tasks, with the same seeds every time.
 
     Args:
         config: the stage.
         rewards: the stage's rewards; sets with other rewards get theirs from `build_rewards`.
-        explorers: the stage's explorers; sets with another workflow or environment get variants of them.
+        build_explorer: called with None for the stage's own explorer.
         sampler: pauses domains that lose a service; None if there are none to pause.
     """
 
@@ -152,7 +154,7 @@ class Evaluator:
         held_out: HeldOut,
         *,
         rewards: RewardManager,
-        explorers: ExplorerSource,
+        build_explorer: BuildExplorer,
         build_rewards: BuildRewards,
         seed: int,
         sampler: Sampler | None = None,
@@ -161,22 +163,22 @@ class Evaluator:
         rollout = config.rollout
         self._deadline_s, self._batch = rollout.deadline_s, rollout.batch * rollout.group_size
         self._rewards: list[RewardManager] = []
-        self._explorers: list[ExplorerSource] = []
         self.set_evaluators: list[SetEvaluator] = []
         self._guards: dict[str, DomainGuard] = {}
         self._newest: Evaluation | None = None
         for name, section in config.evaluation.all_sets().items():
-            stage, used_rewards, used = config.for_evaluation(section), rewards, explorers
+            stage, used_rewards = config.for_evaluation(section), rewards
             if section.domain is not None and section.rewards is None and rewards.domains:
                 used_rewards = rewards.domains[section.domain]
             elif stage.rewards != config.rewards or rewards.domains:
                 used_rewards = build_rewards(stage.model_copy(update={"domains": {}}))
                 self._rewards.append(used_rewards)
             same = (stage.workflow, stage.environment) == (config.workflow, config.environment)
-            if used_rewards is not rewards or not same:
-                used = explorers.variant(stage.model_copy(update={"domains": {}}), used_rewards)
-                self._explorers.append(used)
-            evaluator = SetEvaluator(name, used.explorer(), held_out[name], section, stage.rollout, seed)
+            if used_rewards is rewards and same:
+                explorer = build_explorer(None, rewards)
+            else:
+                explorer = build_explorer(stage.model_copy(update={"domains": {}}), used_rewards)
+            evaluator = SetEvaluator(name, explorer, held_out[name], section, stage.rollout, seed)
             self.set_evaluators.append(evaluator)
             if section.domain is not None and sampler is not None:
                 self._guards[name] = DomainGuard(section.domain, stage, sampler, config.mixing.lost_after_s)
@@ -202,17 +204,11 @@ class Evaluator:
         """Evaluate and return the result; see `begin`. Raises like `Evaluation.result`."""
         return await self.begin(names, is_complete=is_complete).result()
 
-    def metrics(self) -> list[dict[str, float]]:
-        """Metrics of the evaluation's own environments and tools since the last call."""
-        return [each.metrics() for each in self._explorers]
-
     def counters(self) -> list[dict[str, float]]:
         """Counts of the evaluation's own rewards so far."""
         return [each.counters() for each in self._rewards]
 
-    async def close(self) -> None:
-        """Close the evaluation's own components; may be called twice."""
-        for explorers in self._explorers:
-            await explorers.close()
+    def close(self) -> None:
+        """Close the evaluation's own rewards; may be called twice."""
         for rewards in self._rewards:
             rewards.close()

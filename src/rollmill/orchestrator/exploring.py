@@ -24,8 +24,7 @@ from rollmill.orchestrator.batches import RolloutBatches
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.components import build_rollout_components, build_stage_pipeline, build_stage_rewards
-from rollmill.orchestrator.engine import build_engine, build_publisher
-from rollmill.orchestrator.explorer_factory import ExplorerFactory
+from rollmill.orchestrator.rollouts import LocalRollouts
 from rollmill.orchestrator.setup import set_up_run
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.pipelines import Pipeline
@@ -124,19 +123,15 @@ async def _explore(loaded: LoadedRun, run_dir: Path, report: Callable[[str], Non
         report(setup.describe(run_dir))
         buffers = Buffers(run_dir, setup.run_id, shared=True)
         rewards = build_stage_rewards(config, setup.policy)
-        engine = build_engine(setup.policy, config, setup.precision)
-        publisher = build_publisher(setup.policy, engine, setup.precision)
         seed, tasks = derive_seed(loaded.config.seed, 0), setup.tasks[0]
         pipeline = build_stage_pipeline(config, setup.policy, seed)
-        explorers = ExplorerFactory(
-            config, setup.policy, engine, rewards, precision=setup.precision, tasks=tasks.training.tasks
-        )
+        explorers = LocalRollouts(config, setup.policy, rewards, precision=setup.precision, tasks=tasks.training.tasks)
         stage = _ExploredStage(config, setup.policy, tasks, seed, buffers.of_stage(config), pipeline, Trace())
-        parts = build_rollout_components(stage, explorers.explorer(stage.trace, None), engine)
+        parts = build_rollout_components(stage, explorers.explorer(trace=stage.trace), explorers.generating)
         batches = _KeptBatches(config, parts, RatingOverrides([]), first_version=0, seed=seed)
         batches.prefix = f"{setup.run_id[:8]}-"
         try:
-            publisher.publish(0)
+            explorers.publish(0)
             stage.store.put_tasks(tasks.training.tasks)
             report(
                 f"no trainer takes part (await_trainer: false): groups of {config.steps} steps go into the buffer, "
@@ -150,8 +145,6 @@ async def _explore(loaded: LoadedRun, run_dir: Path, report: Callable[[str], Non
             await batches.close()
             pipeline.close()
             await explorers.close()
-            await engine.close()
-            publisher.close()
             rewards.close()
             buffers.close()
     report(f"{made} groups are in the buffer; a trainer learns from them by: {_next_command(run_dir, config)}")

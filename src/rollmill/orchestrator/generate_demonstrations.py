@@ -25,7 +25,7 @@ from rollmill.orchestrator.task_difficulty import (
 from rollmill.rewards import build_reward_manager
 from rollmill.rewards.domains import build_domain_rewards
 from rollmill.rollout.auxiliary_models import connect_endpoint
-from rollmill.rollout.served_model import ServedExplorers, ServedModel, check_endpoint_support
+from rollmill.rollout.served_model import ServedExplorer, ServedModel, check_endpoint_support
 from rollmill.seeds import derive_seed
 from rollmill.types import Experience, Task
 
@@ -57,7 +57,7 @@ def generate_demonstrations(
     device = str(choose_device(loaded.config.device))
     rewards = build_domain_rewards(stage, lambda view: build_reward_manager(view.rewards, view.judging, device=device))
     model = ServedModel(str(served), connect_endpoint(str(served), section), completes=section.completes)
-    explorer = ServedExplorers(model, rewards).explorer()
+    explorer = ServedExplorer(model, rewards)
 
     async def rating(number: int, task: Task) -> Rating | None:
         seed = derive_seed(loaded.config.seed, DEMONSTRATION_STREAM, number)

@@ -14,13 +14,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from rollmill.errors import StoreError
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.loop_callback import LoopCallback, TrainingStep
 from rollmill.orchestrator.metrics import require_rewards
-from rollmill.orchestrator.stages import Stage
 from rollmill.types import Experience
+
+if TYPE_CHECKING:
+    from rollmill.orchestrator.stages import Stage
 
 
 async def train(stage: Stage, callbacks: Sequence[LoopCallback], interrupts: Interrupts) -> None:

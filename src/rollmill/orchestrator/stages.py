@@ -1,15 +1,11 @@
-"""A running stage: its components, wired as the run file says, and its state between two steps.
-
-The stage's rollout backend says where rollouts are made: in this process (`LocalRollouts`), or by explorers in other
-processes (`remote/rollout_backend.py`).
-"""
+"""A running stage: its components, wired as the run file says, and its state between two steps."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,11 +14,9 @@ from rollmill.config.offload import Phase
 from rollmill.config.run import StageConfig
 from rollmill.data.examples import count_tasks
 from rollmill.engines.base import RolloutEngine
-from rollmill.errors import DeadlineError
 from rollmill.models.load import PolicyModel
 from rollmill.offload import OffloadManager, OffloadPlan
 from rollmill.offload.plan import engine_leaves
-from rollmill.orchestrator.batches import BatchSource
 from rollmill.orchestrator.components import (
     build_rollouts,
     build_stage_pipeline,
@@ -30,13 +24,12 @@ from rollmill.orchestrator.components import (
     build_trainer,
 )
 from rollmill.orchestrator.context import RunContext
-from rollmill.orchestrator.engine import build_engine, build_publisher
-from rollmill.orchestrator.evaluation import EvaluationResult, Evaluator
-from rollmill.orchestrator.explorer_factory import ExplorerFactory
+from rollmill.orchestrator.evaluation import EvaluationResult
 from rollmill.orchestrator.offline_data import OfflineData, build_demonstration_pool
 from rollmill.orchestrator.offload import build_offload_plan, build_offloader
 from rollmill.orchestrator.phases import MOVE, PhaseTrace
 from rollmill.orchestrator.privileged_context import PrivilegedContext
+from rollmill.orchestrator.rollouts import LocalRollouts, RolloutBackend
 from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.step_meter import StepMeter
 from rollmill.orchestrator.task_pictures import TaskPictures
@@ -55,134 +48,6 @@ _ACTIVITIES = {
     "train": "train",
     "eval": "evaluate",
 }
-
-
-class RolloutBackend(Protocol):
-    """The components that roll out and score, in this process or in others."""
-
-    engine: RolloutEngine
-    """The engine of this process; it generates nothing if other processes roll out."""
-    location: str
-    """Description of where rollouts are made; empty for this process."""
-    trains_in_thread: bool
-    """The event loop has to go on while the trainer works, since others send requests."""
-
-    @property
-    def display_name(self) -> str:
-        """Names what makes completions, as `rollmill status` names them."""
-        ...
-
-    @property
-    def tokens_generated(self) -> int:
-        """Tokens generated since the stage began."""
-        ...
-
-    async def offload(self) -> None:
-        """Free what rollouts need, as far as it is in other processes; the next rollout brings it back.
-
-        Raises:
-            DeadlineError: an explorer takes too long.
-            OffloadError: an explorer has no room for it elsewhere.
-        """
-
-    def residents(self) -> dict[str, int]:
-        """Return the bytes of components on devices of explorers in other processes, as far as they are known."""
-        ...
-
-    def publish(self, version: int) -> None:
-        """Bring the trainer's weights, which are now those of `version`, to the engines."""
-
-    def finish_step(self, step: int) -> None:
-        """Take the copies of the policy that workflows talk to, as far as they are due after a step of the stage."""
-
-    def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
-        """Make the source of the stage's batches, and its evaluator, as far as it needs them."""
-        ...
-
-    def explain(self, error: DeadlineError) -> DeadlineError:
-        """Add to an error of the stage what is known of the processes that it waited for."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return counts and times of environments and tools since the last call."""
-        ...
-
-    def reward_counters(self) -> dict[str, float]:
-        """Return the rewards' own counters so far."""
-        ...
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the frozen weights of workflows, which a checkpoint keeps."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue where `state_dict` was taken."""
-
-    async def close(self) -> None:
-        """Stop what is running and free what was allocated."""
-
-
-class LocalRollouts:
-    """Rollouts in this process, with the trainer's parameters or with those that vLLM is sent."""
-
-    location, display_name = "", "the engine"
-
-    def __init__(self, stage: Stage) -> None:
-        self.engine = build_engine(stage.policy, stage.config, stage.context.precision)
-        self._publisher = build_publisher(stage.policy, self.engine, stage.context.precision)
-        self.trains_in_thread = not stage.config.workflow.uses_tasks  # applications send requests
-        self._rewards = stage.rewards
-        self._explorers: ExplorerFactory | None = None  # made by `start`
-
-    @property
-    def tokens_generated(self) -> int:
-        return self.engine.tokens_generated
-
-    async def offload(self) -> None:
-        """Ends vLLM's process; the native engine's memory is moved by the offload plan."""
-        await self.engine.sleep(destroy=True)
-
-    def residents(self) -> dict[str, int]:
-        """Empty: there are no explorers in other processes."""
-        return {}
-
-    def publish(self, version: int) -> None:
-        self._publisher.publish(version)
-
-    def finish_step(self, step: int) -> None:
-        if self._explorers is not None:
-            self._explorers.finish_step(step)
-
-    def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
-        if stage.rewards is None:
-            return None, None
-        precision, tasks = stage.context.precision, stage.tasks.training.tasks
-        self._explorers = ExplorerFactory(
-            stage.config, stage.policy, self.engine, stage.rewards, precision=precision, tasks=tasks
-        )
-        return build_rollouts(stage, self._explorers, self.engine)
-
-    def explain(self, error: DeadlineError) -> DeadlineError:
-        return error
-
-    def metrics(self) -> dict[str, float]:
-        return {} if self._explorers is None else self._explorers.metrics()
-
-    def reward_counters(self) -> dict[str, float]:
-        return {} if self._rewards is None else self._rewards.counters()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return None if self._explorers is None else self._explorers.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        if self._explorers is not None:
-            self._explorers.load_state_dict(state)
-
-    async def close(self) -> None:
-        if self._explorers is not None:
-            await self._explorers.close()
-        await self.engine.close()
-        self._publisher.close()
 
 
 class Stage:
@@ -228,7 +93,7 @@ class Stage:
         if config.residency is not None:
             engines = None if context.explorers is None else context.engines
             self.offload_plan = build_offload_plan(config, policy, context.precision, engines)
-        self.backend = self._choose_backend()
+        self.backend = self._open_backend()
         self._published = first_version
         self.backend.publish(first_version)
         self.offloader: OffloadManager | None = None
@@ -242,14 +107,15 @@ class Stage:
             pool = build_demonstration_pool(config, tasks.examples, policy, self.store, context.buffers, seed=self.seed)
             self.offline_data = OfflineData(pool, self.pipeline, self.store, config, policy, by_id)
         self.drafts = None if config.rollout.reuse is None else DraftCache(config.rollout.reuse)
-        self.batches, self.evaluator = self.backend.start(self)
+        self.batches, self.evaluator = build_rollouts(self)
         self.meter = StepMeter(self)
 
-    def _choose_backend(self) -> RolloutBackend:
-        explorers = self.context.explorers
-        if explorers is None or self.rewards is None:
-            return LocalRollouts(self)
-        return explorers.rollouts(self)
+    def _open_backend(self) -> RolloutBackend:
+        explorers, rewards = self.context.explorers, self.rewards
+        if explorers is not None and rewards is not None:
+            return explorers.rollouts(self)
+        precision, tasks = self.context.precision, self.tasks.training.tasks
+        return LocalRollouts(self.config, self.policy, rewards, precision=precision, tasks=tasks)
 
     @property
     def version(self) -> int:
@@ -410,7 +276,7 @@ class Stage:
             await self.batches.close()
         self.pipeline.close()
         if self.evaluator is not None:
-            await self.evaluator.close()
+            self.evaluator.close()
         await self.backend.close()
         if self.offloader is not None:
             self.offloader.close()

@@ -16,7 +16,6 @@ from rollmill.orchestrator.metrics import (
     judging_metrics,
     role_metrics,
     seconds_of,
-    sum_metrics,
 )
 from rollmill.orchestrator.phases import MOVE
 from rollmill.types import Experience
@@ -37,12 +36,12 @@ class StepMeter:
 
     def begin(self) -> None:
         """Start a step."""
-        self._began, self._tokens = time.perf_counter(), self._stage.backend.tokens_generated
+        self._began, self._tokens = time.perf_counter(), self._stage.backend.generating.tokens_generated
         self._engine_before = self._stage.engine.counters()
 
     def end_rollouts(self) -> None:
         """Count the tokens generated until now as those of the step: explorers go on while the trainer works."""
-        self._generated = self._stage.backend.tokens_generated - self._tokens
+        self._generated = self._stage.backend.generating.tokens_generated - self._tokens
 
     def finish(self, batch: list[Experience], trained: dict[str, float], version: int) -> TrainingStep:
         """Build the result of a step.
@@ -68,7 +67,6 @@ class StepMeter:
     def _counted(self) -> dict[str, float]:
         """Counts of rewards, engine, rollouts, environments and offloading since the last step."""
         stage = self._stage
-        evaluated = [] if stage.evaluator is None else stage.evaluator.metrics()
         rewards = Counter(stage.backend.reward_counters())
         for each in [] if stage.evaluator is None else stage.evaluator.counters():
             rewards.update(each)
@@ -81,5 +79,5 @@ class StepMeter:
         metrics |= engine_metrics(self._engine, engine)
         self._rewards, self._engine = rewards, engine
         metrics |= ({} if stage.batches is None else stage.batches.metrics()) | stage.pipeline.metrics()
-        metrics |= sum_metrics([stage.backend.metrics(), *evaluated])
+        metrics |= stage.backend.metrics()
         return metrics | ({} if stage.offloader is None else stage.offloader.metrics())

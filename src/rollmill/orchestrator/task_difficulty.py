@@ -21,8 +21,7 @@ from rollmill.data.score_file import ScoreFile
 from rollmill.errors import ConfigError, DeadlineError
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.components import build_stage_rewards
-from rollmill.orchestrator.engine import build_engine, build_publisher
-from rollmill.orchestrator.explorer_factory import ExplorerFactory
+from rollmill.orchestrator.rollouts import LocalRollouts
 from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.task_selection import select_tasks
 from rollmill.rewards.judges.generative import DifficultyJudge
@@ -204,11 +203,10 @@ async def _roll_out(
     precision = stage.trainer.precision
     if precision == "auto":
         precision = choose_precision(policy.model, policy.device, StepSize.of_generation())
-    engine = build_engine(policy, stage, precision, trained_on=False)
-    sync = build_publisher(policy, engine, precision)
-    sync.publish(0)
     rewards = build_stage_rewards(stage, policy)
-    explorers = ExplorerFactory(stage, policy, engine, rewards, tasks=[task for _, task in tasks])
+    known = [task for _, task in tasks]
+    explorers = LocalRollouts(stage, policy, rewards, precision=precision, tasks=known, trained_on=False)
+    explorers.publish(0)
     explorer = explorers.explorer()
     size = max(1, rollout.max_sequences // samples)
 
@@ -226,6 +224,4 @@ async def _roll_out(
         await in_waves(tasks, size, rating, rollout.deadline_s, tally)
     finally:
         await explorers.close()
-        await engine.close()
-        sync.close()
         rewards.close()

@@ -22,7 +22,6 @@ from rollmill.engines.base import RolloutEngine
 from rollmill.errors import DeadlineError, RollmillError
 from rollmill.models.load import PolicyModel
 from rollmill.offload.plan import engine_leaves
-from rollmill.orchestrator.components import build_rollouts
 from rollmill.orchestrator.context import ExplorerPool, RunContext
 from rollmill.orchestrator.engine import build_native_engine, shared_checksum
 from rollmill.orchestrator.metrics import sum_metrics
@@ -39,8 +38,6 @@ from rollmill.waiting import OUTAGES
 from rollmill.weights import BroadcastSender, FolderSender, SharedMemorySender, WeightSender, shared_memory_folder
 
 if TYPE_CHECKING:
-    from rollmill.orchestrator.batches import BatchSource
-    from rollmill.orchestrator.evaluation import Evaluator
     from rollmill.orchestrator.stages import Stage
 
 
@@ -95,6 +92,7 @@ class RemoteRollouts:
     trains_in_thread = True
 
     def __init__(self, stage: Stage, fleet: ExplorerFleet) -> None:
+        self.generating = self
         config, policy, context = stage.config, stage.policy, stage.context
         self._policy, self._fleet, self._pool = policy, fleet, fleet.pool
         self.location = fleet.location
@@ -174,16 +172,17 @@ class RemoteRollouts:
     def finish_step(self, step: int) -> None:
         """No-op: models with `policy: past` are refused with explorers in other processes."""
 
-    def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
-        return build_rollouts(stage, self, self)
-
-    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RemoteExplorer:
-        """Build an explorer with the stage's `workflow`."""
-        return RemoteExplorer(self, "", trace)
-
-    def variant(self, config: StageConfig, rewards: RewardManager) -> RemoteRolloutsVariant:
-        """Explorers for tasks with another workflow or other rewards; these have their own reward managers."""
-        return RemoteRolloutsVariant(self, config.model_dump_json())
+    def explorer(
+        self,
+        config: StageConfig | None = None,
+        rewards: RewardManager | None = None,
+        *,
+        trace: Trace | None = None,
+        drafts: DraftCache | None = None,
+    ) -> RemoteExplorer:
+        """Build an explorer of the stage, or one with another workflow. Each process has rewards of its own, and the
+        drafts of what it has rolled out."""
+        return RemoteExplorer(self, "" if config is None else config.model_dump_json(), trace)
 
     async def roll_out(self, request: RolloutRequest) -> RolloutReply:
         """Have a group rolled out. Raises like Explorer.rollout; EngineError if explorers keep dying."""
@@ -250,27 +249,6 @@ class RemoteRollouts:
         await self._pool.end(self._name)
         await self.engine.close()
         self._sender.close()
-
-
-class RemoteRolloutsVariant:
-    """RemoteRollouts for other configuration sections of the same stage."""
-
-    def __init__(self, explorers: RemoteRollouts, stage: str) -> None:
-        self._explorers, self._stage = explorers, stage
-
-    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RemoteExplorer:
-        """Build an explorer with these sections."""
-        return RemoteExplorer(self._explorers, self._stage, trace)
-
-    def variant(self, config: StageConfig, rewards: RewardManager) -> RemoteRolloutsVariant:
-        return RemoteRolloutsVariant(self._explorers, config.model_dump_json())
-
-    def metrics(self) -> dict[str, float]:
-        """Empty: the stage's explorers report all metrics."""
-        return {}
-
-    async def close(self) -> None:
-        """Nothing to close: the stage closes its explorers."""
 
 
 class RemoteExplorer:

@@ -21,8 +21,8 @@ from rollmill.models.load import PolicyModel
 from rollmill.models.lora import has_lora
 from rollmill.orchestrator.components import build_stage_rewards
 from rollmill.orchestrator.engine import build_engine, build_publisher
-from rollmill.orchestrator.explorer_factory import ExplorerFactory
 from rollmill.orchestrator.metrics import sum_metrics
+from rollmill.orchestrator.rollouts import LocalRollouts
 from rollmill.registry import import_file
 from rollmill.remote.explorer_memory import ExplorerMemory
 from rollmill.rollout import Explorer
@@ -114,21 +114,28 @@ class StageWorker:
         self._engine = build_engine(self._policy, stage, setup.precision, place)
         self._version = -1  # of the weights received; -1: none yet
         self._restarts = 0.0  # of the engine's process, at the last reply
-        self._publisher: WeightPublisher
+        publisher: WeightPublisher
         if self._reads_itself:
-            self._publisher = InPlacePublisher(self._engine)
+            publisher = InPlacePublisher(self._engine)
             self._policy.model.to("meta")  # unused in this process
         else:
-            self._publisher = build_publisher(self._policy, self._engine, setup.precision)
+            publisher = build_publisher(self._policy, self._engine, setup.precision)
+        self._rewards = [build_stage_rewards(stage, self._policy)]
+        self._rollouts = LocalRollouts(
+            stage,
+            self._policy,
+            self._rewards[0],
+            precision=setup.precision,
+            tasks=setup.tasks,
+            engine=self._engine,
+            publisher=publisher,
+        )
         self._trace = Trace()
+        self._explorers = {"": self._rollouts.explorer(trace=self._trace)}  # by the JSON of their stage
         self._receiver = _receiver(setup, self._policy)
         self._updating: asyncio.Task[None] | None = None
-        self._explorers: list[ExplorerFactory] = []
-        self._made: dict[str, Explorer] = {}
-        self._rewards: list[Any] = []
         self._parts: set[int] = set()  # running requests that may be interrupted
         self._interrupted = -1  # the last of them that is
-        self._made[""] = self._make(setup.stage_json)
         self._memory: ExplorerMemory | None = None
         if stage.residency is not None:
             self._memory = ExplorerMemory(
@@ -167,9 +174,11 @@ class StageWorker:
         if self._memory is not None:
             await self._memory.restore()
         await self.update(request.version)
-        if request.stage not in self._made:
-            self._made[request.stage] = self._make(request.stage)
-        explorer = self._made[request.stage]
+        if request.stage not in self._explorers:
+            stage = self._stage_of(request.stage)
+            self._rewards.append(build_stage_rewards(stage, self._policy))
+            self._explorers[request.stage] = self._rollouts.explorer(stage, self._rewards[-1], trace=self._trace)
+        explorer = self._explorers[request.stage]
         experiences = await self._generate(explorer, request)
         offset, memory = time.time() - time.perf_counter(), self._memory
         restarts_before, self._restarts = self._restarts, float(self._engine.counters().get("restarts", 0))
@@ -179,7 +188,7 @@ class StageWorker:
             shift_spans(self._trace.take(), offset),
             self.tokens_generated,
             [
-                *(each.metrics() for each in self._explorers),
+                self._rollouts.metrics(),
                 *([] if memory is None else [memory.metrics()]),
                 *([{"engine/restarts": restarts}] if restarts else []),
             ],
@@ -219,10 +228,7 @@ class StageWorker:
         """Close environments, tools, engine and rewards."""
         if self._updating is not None:
             self._updating.cancel()
-        for explorers in self._explorers:
-            await explorers.close()
-        await self._engine.close()
-        self._publisher.close()
+        await self._rollouts.close()
         for rewards in self._rewards:
             rewards.close()
         self._receiver.close()
@@ -235,7 +241,7 @@ class StageWorker:
         if not self._reads_itself:
             await asyncio.to_thread(self._receiver.fetch)  # rollouts continue, and the trainer's questions are answered
         here = version if self._reads_itself else self._receiver.receive(trainable_parameters(self._policy))
-        self._publisher.publish(here)
+        self._rollouts.publish(here)
         self._version = here
 
     async def _until_published(self, version: int) -> None:
@@ -246,18 +252,6 @@ class StageWorker:
                 advice = f"Does this host see {self._setup.weights_address}, to which the trainer writes?"
                 raise DeadlineError("an explorer", f"weights of version {version}", _PUBLISHED_S, advice)
             await asyncio.sleep(_POLL_S)
-
-    def _make(self, text: str) -> Explorer:
-        stage = self._stage_of(text)
-        rewards = build_stage_rewards(stage, self._policy)
-        self._rewards.append(rewards)
-        if self._explorers:
-            explorers = self._explorers[0].variant(stage, rewards)
-        else:
-            precision, tasks = self._setup.precision, self._setup.tasks
-            explorers = ExplorerFactory(stage, self._policy, self._engine, rewards, precision=precision, tasks=tasks)
-        self._explorers.append(explorers)
-        return explorers.explorer(self._trace)
 
     def _stage_of(self, text: str) -> StageConfig:
         return StageConfig.model_validate_json(text).with_engine(self._kind.engine)

@@ -7,10 +7,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.config.run import StageConfig
-from rollmill.rewards import RewardManager
-from rollmill.rollout.draft_cache import DraftCache
-from rollmill.trackers.trace import Trace
 from rollmill.types import Completion, Experience, Task
 
 OnGenerated = Callable[[list[Experience]], None]
@@ -43,25 +39,6 @@ class RolloutGenerator(Protocol):
     ) -> list[Experience]:
         """Return the experiences of n rollouts of one task, with rewards."""
         ...
-
-
-class ExplorerSource(Protocol):
-    """Builds explorers that share an engine, rewards and workflow resources."""
-
-    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RolloutGenerator:
-        """Build an explorer with the stage's `workflow`."""
-        ...
-
-    def variant(self, config: StageConfig, rewards: RewardManager, /) -> ExplorerSource:
-        """Build another source for the same policy, with the workflow and rewards of `config`."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of environments and tools since the last call."""
-        ...
-
-    async def close(self) -> None:
-        """Free the explorers' resources."""
 
 
 class ExplorerProtocol(RolloutGenerator, Protocol):

@@ -17,10 +17,8 @@ from rollmill.errors import ConfigError
 from rollmill.rewards import RewardManager
 from rollmill.rewards.judges.chat import LENGTH, ChatModelReply, NoReplyError
 from rollmill.rollout.base import OnGenerated
-from rollmill.rollout.draft_cache import DraftCache
 from rollmill.rollout.runner import assign_reward
 from rollmill.seeds import derive_seed
-from rollmill.trackers.trace import Trace
 from rollmill.types import Completion, Experience, StopReason, Task, experience_from_completion, split_reply
 
 if TYPE_CHECKING:
@@ -122,27 +120,6 @@ def check_endpoint_support(stage: StageConfig, name: str) -> None:
     for key, why in _UNKNOWN.items():
         if getattr(stage.rollout, key):
             raise ConfigError(f"{name}: {key}: {why}; remove it, or leave this model out")
-
-
-class ServedExplorers:
-    """The explorers of a stage whose policy is a served model; an ExplorerSource."""
-
-    def __init__(self, model: ServedModel, rewards: RewardManager) -> None:
-        self._model, self._rewards = model, rewards
-
-    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> ServedExplorer:
-        return ServedExplorer(self._model, self._rewards)
-
-    def variant(self, config: StageConfig, rewards: RewardManager) -> ServedExplorers:
-        """Build a source with other rewards."""
-        return ServedExplorers(self._model, rewards)
-
-    def metrics(self) -> dict[str, float]:
-        """Empty: nothing is counted."""
-        return {}
-
-    async def close(self) -> None:
-        """Nothing to close: the model's owner closes the connection."""
 
 
 def _body(sampling: SamplingConfig, seed: int) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from rollmill.apps.plan.simulation.engine import SimulatedEngine, SimulationCost
 from rollmill.apps.plan.simulation.history import EventHistory
 from rollmill.apps.plan.simulation.network import SimulatedLink
 from rollmill.config.placement import ExplorerSpec
+from rollmill.config.rollout import RolloutConfig
+from rollmill.orchestrator.rollouts import LocalRollouts
 from rollmill.remote.connection import LOST, join_trainer, serve_calls
 from rollmill.remote.explorer_worker import ExplorerWorker
 from rollmill.remote.joined_explorers import JoinedExplorers
@@ -30,6 +32,7 @@ from rollmill.remote.run_state import EXPLORER
 from rollmill.remote.stage_worker import RolloutRequest, StageWorker, WorkerSetup
 from rollmill.remote.worker_pool import WorkerLostError, WorkerPool
 from rollmill.rollout import Explorer
+from rollmill.rollout.auxiliary_models import AuxiliaryModels
 from rollmill.trackers.trace import Trace
 from rollmill.weights import InPlacePublisher
 
@@ -62,6 +65,20 @@ class SilentHeartbeat:
         """No-op: nothing was written."""
 
 
+class SimulatedRollouts(LocalRollouts):
+    """Rollouts by a simulated engine, without workflows. The explorer is the real one."""
+
+    def __init__(self, policy: Any, engine: Any, rewards: Any) -> None:
+        self.engine = self.generating = engine
+        self._policy, self._rewards, self._publisher = policy, rewards, InPlacePublisher(engine)
+        self._models = AuxiliaryModels({}, policy, engine, RolloutConfig(), "fp32")
+        self.trains_in_thread, self._opened = False, []
+
+    def explorer(self, config: Any = None, rewards: Any = None, *, trace: Any = None, drafts: Any = None) -> Explorer:
+        assert self._rewards is not None
+        return Explorer(self.engine, self._rewards, self._policy.tokenizer, trace)
+
+
 class SimulatedStageWorker(StageWorker):
     """A stage in an explorer's process with a simulated engine. Updates and requests run the real code."""
 
@@ -74,14 +91,14 @@ class SimulatedStageWorker(StageWorker):
         self._engine: Any = SimulatedEngine(
             process, site.costs, self._receiver.digests, max_sequences=site.max_sequences, shares_loop=False
         )
-        self._publisher = InPlacePublisher(self._engine)
         self._version, self._updating, self._interrupted, self._restarts = -1, None, -1, 0.0
         self._parts: set[int] = set()
         self._memory = None
-        self._trace, self._explorers = Trace(), []
+        self._trace = Trace()
         rewards: Any = SimulatedRewards(site.judges, process.outages)
         self._rewards = [rewards]
-        self._made = {"": Explorer(self._engine, rewards, self._policy.tokenizer, self._trace)}
+        self._rollouts = SimulatedRollouts(self._policy, self._engine, rewards)
+        self._explorers = {"": self._rollouts.explorer(trace=self._trace)}
 
     async def rollout(self, request: RolloutRequest) -> Any:
         reply = await super().rollout(request)

@@ -22,22 +22,26 @@ from rollmill.apps.plan.simulation.components import (
     simulated_tasks,
 )
 from rollmill.apps.plan.simulation.engine import SimulatedEngine
-from rollmill.apps.plan.simulation.explorers import JoiningFleet, RayLikeFleet, SimulatedNode, SimulatedSite
+from rollmill.apps.plan.simulation.explorers import (
+    JoiningFleet,
+    RayLikeFleet,
+    SimulatedNode,
+    SimulatedRollouts,
+    SimulatedSite,
+)
 from rollmill.buffer import ExperienceStore
 from rollmill.config.run import StageConfig
 from rollmill.orchestrator.components import build_rollouts, build_stage_pipeline
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.loop import train_step
 from rollmill.orchestrator.phases import PhaseTrace
-from rollmill.orchestrator.stages import LocalRollouts, Stage
+from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.step_meter import StepMeter
 from rollmill.orchestrator.task_pictures import TaskPictures
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.remote.rollout_backend import RemoteRollouts
-from rollmill.rollout import Explorer
 from rollmill.seeds import derive_seed
-from rollmill.weights import InPlacePublisher
 
 _NOWHERE = Path("/nonexistent")
 
@@ -72,31 +76,21 @@ class SimulatedDisk:
         return StageState(**found["state"]), found["trainer"]
 
 
-class _LocalBackend(LocalRollouts):
+class _LocalBackend(SimulatedRollouts):
     """Rollouts in the trainer's process with a simulated engine."""
 
     def __init__(self, stage: SimulatedStage) -> None:
-        self._policy, self._digests = stage.simulated_policy, dict[int, int]()
+        self._simulated_policy, digests = stage.simulated_policy, dict[int, int]()
         rollout = stage.config.rollout
-        self.engine = SimulatedEngine(
-            stage.process, stage.site.costs, self._digests, max_sequences=rollout.max_sequences, shares_loop=True
+        engine = SimulatedEngine(
+            stage.process, stage.site.costs, digests, max_sequences=rollout.max_sequences, shares_loop=True
         )
-        self._publisher = InPlacePublisher(self.engine)
-        self.trains_in_thread = False
-        self._rewards, self._explorers = stage.rewards, None
+        super().__init__(stage.simulated_policy, engine, stage.rewards)
+        self._digests = digests
 
     def publish(self, version: int) -> None:
-        self._digests[version] = self._policy.digest
+        self._digests[version] = self._simulated_policy.digest
         super().publish(version)
-
-    def start(self, stage: Stage) -> Any:
-        assert isinstance(stage, SimulatedStage)
-        source: Any = self
-        return build_rollouts(stage, source, self.engine)
-
-    def explorer(self, trace: Any = None, drafts: Any = None) -> Explorer:
-        assert self._rewards is not None
-        return Explorer(self.engine, self._rewards, self._policy.tokenizer, trace)
 
 
 class _RemoteBackend(RemoteRollouts):
@@ -147,7 +141,7 @@ class SimulatedStage(Stage):
         self.offloader = self.offline_data = self.drafts = None
         self.store = store
         self.pipeline = build_stage_pipeline(spec.config, policy, self.seed)
-        self.batches, self.evaluator = self.backend.start(self)
+        self.batches, self.evaluator = build_rollouts(self)
         self.meter = StepMeter(self)
 
     def finish_step(self) -> None:
