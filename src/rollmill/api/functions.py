@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -62,8 +63,8 @@ def _grade(rows: Sequence[Mapping[str, Any]], file: Path, workers: int | None) -
         require_response(f"row {number}", row)
     places = enumerate(rows, 1)
     tasks = [row_task(number, row, f"row {number - 1}", Path.cwd(), stage) for number, row in places]
-    with build_graders(stage, workers) as manager:
-        found, failure = asyncio.run(judge_rows(manager, rows, tasks))
+    with closing(build_graders(stage, workers)) as rewards:
+        found, failure = asyncio.run(judge_rows(rewards, rows, tasks))
     if failure is not None:
         raise failure
     return list(found.values())

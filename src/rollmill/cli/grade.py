@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_args
 
@@ -65,9 +65,9 @@ def command(
     rows = read_response_rows(input)
     places = enumerate(rows, 1)
     tasks = [row_task(number, row, f"{input}:{number}", input.parent, stage) for number, row in places]
-    with build_graders(stage, workers) as manager, _opened(output) as file:
-        judged, failure = asyncio.run(judge_rows(manager, rows, tasks))
-        counted = manager.counters()
+    with closing(build_graders(stage, workers)) as scorers, _opened(output) as file:
+        judged, failure = asyncio.run(judge_rows(scorers, rows, tasks))
+        counted = scorers.counters()
         is_input = output is not None and output.samefile(input)
         if not (failure and is_input):  # keep lines of the input that were not scored
             if output is not None and output.is_file() and judged:

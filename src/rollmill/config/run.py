@@ -30,6 +30,7 @@ from rollmill.config.tools import ToolConfig
 from rollmill.config.trackers import MonitorConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.config.workflows import RoleConfig, SingleTurnWorkflow, WorkflowConfig, workflow_by_name
+from rollmill.types import task_domain
 
 
 class CheckpointConfig(Section):
@@ -180,6 +181,10 @@ class StageConfig(Section):
     def by_domain(self) -> dict[str, StageConfig]:
         """Returns `for_domain` of each domain by its name; a stage without domains is its own, with the name ""."""
         return {name: self.for_domain(name) for name in self.domains} or {"": self}
+
+    def domain_of(self, task_id: str) -> str:
+        """Returns the domain of a task by its id; "" if the stage has no domains."""
+        return task_domain(task_id) if self.domains else ""
 
     def by_role(self) -> dict[str, StageConfig]:
         """Returns the stage as the replies in each role see it, with the rewards of that role, by its name; a stage

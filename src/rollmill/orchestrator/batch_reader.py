@@ -11,7 +11,7 @@ from rollmill.buffer.replay import mean_abs_advantage
 from rollmill.config.run import StageConfig
 from rollmill.orchestrator.metrics import REPLAYED
 from rollmill.seeds import derive_seed
-from rollmill.types import Experience, task_domain
+from rollmill.types import Experience
 
 REPLAY_STREAM = 0x4E
 
@@ -53,8 +53,7 @@ class BatchReader:
         for group in self._store.replay(rule, step=step, version=version, seed=seed, since=since, shares=shares):
             marked = [_marked(each) for each in self._ratings.apply_ratings(group.experiences)]
             self._taken.append(replace(group, experiences=marked))
-        domains = self._config.domains
-        self._replayed = Counter(task_domain(group.experiences[0].task_id) if domains else "" for group in self._taken)
+        self._replayed = Counter(self._config.domain_of(group.experiences[0].task_id) for group in self._taken)
         return [experience for group in self._taken for experience in group.experiences]
 
     def take(self, version: int, min_version: int | None) -> list[Experience]:

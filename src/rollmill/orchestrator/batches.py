@@ -28,7 +28,7 @@ from rollmill.pipelines import Pipeline, PipelineContext
 from rollmill.pipelines.batch import copy_experience
 from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.trackers.trace import Trace
-from rollmill.types import Experience, Task, first_per_rollout, most_varied_rewards, task_domain
+from rollmill.types import Experience, Task, first_per_rollout, most_varied_rewards
 
 
 class BatchSource(Protocol):
@@ -228,7 +228,7 @@ class RolloutBatches:
 
     def _view(self, task_id: str) -> StageConfig:
         """The stage as the task's domain sees it."""
-        return self._views[task_domain(task_id)] if self._config.domains else self._views[""]
+        return self._views[self._config.domain_of(task_id)]
 
     def _context(self, version: int, task_id: str) -> PipelineContext:
         parts = self._components

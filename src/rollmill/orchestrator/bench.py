@@ -31,7 +31,7 @@ from rollmill.orchestrator.rollouts import LocalRollouts
 from rollmill.orchestrator.setup import MACHINE, choose_device, require_models, stage_overrides
 from rollmill.orchestrator.task_selection import select_held_out
 from rollmill.rewards import RewardManager, build_reward_manager
-from rollmill.rewards.domains import build_domain_rewards
+from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout.auxiliary_models import connect_endpoint
 from rollmill.rollout.served_model import ServedExplorer, ServedModel, check_endpoint_support
 from rollmill.trainer import StepSize, choose_precision
@@ -143,7 +143,7 @@ async def _evaluate(
     def build_rewards(view: StageConfig) -> RewardManager:
         return build_reward_manager(view.rewards, view.judging, tokenizer=policy.tokenizer, device=str(policy.device))
 
-    rewards = build_domain_rewards(stage, build_rewards)
+    rewards = StageRewards.build(stage, build_rewards)
     explorers = LocalRollouts(stage, policy, rewards, precision=precision, tasks=examples, trained_on=False)
     explorers.publish(subject.step or 0)
     evaluator = Evaluator(
@@ -184,7 +184,7 @@ async def _evaluate_served(
     model = ServedModel(
         str(subject.folder), connect_endpoint(str(subject.folder), subject.model), completes=subject.model.completes
     )
-    rewards = build_domain_rewards(stage, build_rewards)
+    rewards = StageRewards.build(stage, build_rewards)
     held_out = {name: tasksets[name].tasks[: each.limit] for name, each in sets.items()}
     for name, each in sets.items():  # requests are text
         require_seen(each.taskset, held_out[name], False, f"{subject.label}: {evaluation_key(name)}.taskset")

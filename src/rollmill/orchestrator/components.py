@@ -21,7 +21,7 @@ from rollmill.orchestrator.scheduler import InterruptibleEngine, RolloutSchedule
 from rollmill.pipelines import Pipeline
 from rollmill.pipelines.pipeline import PipelineResources, build_domain_pipelines, build_pipeline
 from rollmill.rewards import RewardManager, build_reward_manager
-from rollmill.rewards.domains import build_domain_rewards
+from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout.base import ExplorerProtocol
 from rollmill.trackers.trace import Trace
 from rollmill.trainer import DistributedTrainer, RewardTrainer, Trainer
@@ -36,24 +36,25 @@ if TYPE_CHECKING:
     from rollmill.orchestrator.task_selection import StageTasks
 
 
-def build_stage_rewards(config: StageConfig, policy: PolicyModel) -> RewardManager:
-    """Build the reward manager of a stage, or of its domains."""
+def build_stage_rewards(config: StageConfig, policy: PolicyModel) -> StageRewards:
+    """Build the rewards of a stage."""
+    return StageRewards.build(config, partial(build_rewards, policy=policy))
 
-    def build(view: StageConfig) -> RewardManager:
-        return build_reward_manager(view.rewards, view.judging, tokenizer=policy.tokenizer, device=str(policy.device))
 
-    return build_domain_rewards(config, build)
+def build_rewards(config: StageConfig, policy: PolicyModel) -> RewardManager:
+    """Build the reward manager of a stage without domains, or of one domain."""
+    return build_reward_manager(config.rewards, config.judging, tokenizer=policy.tokenizer, device=str(policy.device))
 
 
 def build_stage_pipeline(config: StageConfig, policy: PolicyModel, seed: int) -> Pipeline:
     """Build the pipeline of a stage, or of its domains. Raises like `build_pipeline`."""
 
     def build(view: StageConfig) -> Pipeline:
-        def build_rewards(rewards: Sequence[RewardConfig]) -> RewardManager:
-            return build_stage_rewards(view.model_copy(update={"rewards": list(rewards)}), policy)
+        def own_rewards(rewards: Sequence[RewardConfig]) -> RewardManager:
+            return build_rewards(view.model_copy(update={"rewards": list(rewards)}), policy)
 
         needed = [section for section in view.pipeline if section.taken & config.algorithm.sources]
-        return build_pipeline(needed, PipelineResources(build_rewards, seed))
+        return build_pipeline(needed, PipelineResources(own_rewards, seed))
 
     return build_domain_pipelines({name: partial(build, view) for name, view in config.by_domain().items()})
 
@@ -61,7 +62,7 @@ def build_stage_pipeline(config: StageConfig, policy: PolicyModel, seed: int) ->
 def build_trainer(
     config: StageConfig,
     policy: PolicyModel,
-    rewards: RewardManager | None,
+    rewards: StageRewards | None,
     context: RunContext,
     *,
     seed: int,
@@ -69,6 +70,7 @@ def build_trainer(
 ) -> Trainer | RewardTrainer | DistributedTrainer:
     """Build the trainer of the policy, or of a reward model initialized from the policy."""
     algorithm = config.algorithm
+    weights = {} if rewards is None else {name: dict(each.weights) for name, each in rewards.by_domain.items()}
     plan = TrainerSpec(
         algorithm,
         config.trainer,
@@ -76,11 +78,11 @@ def build_trainer(
         total_steps=config.steps,
         max_new_tokens=config.rollout.max_new_tokens,
         seed=seed,
-        reward_weights=None if rewards is None else dict(rewards.weights),
+        reward_weights=None if rewards is None else weights.get("", {}),
         plugins=tuple(context.plugins),
         kept_versions=kept_versions,
         domains={
-            name: DomainSpec(view.algorithm, view.rollout.max_new_tokens, _weights(rewards, name))
+            name: DomainSpec(view.algorithm, view.rollout.max_new_tokens, weights.get(name))
             for name, view in config.by_domain().items()
             if name and algorithm.uses_rollouts
         },
@@ -93,11 +95,6 @@ def build_trainer(
         launcher = RayRankLauncher(context.ranks) if context.ranks else None
         return DistributedTrainer(plan, policy.model, teacher, policy.device, context.run_dir, launcher)
     return plan.trainer(policy.model, teacher, policy.device, RankGroup.current())
-
-
-def _weights(rewards: RewardManager | None, domain: str) -> dict[str, float] | None:
-    """Weights of a domain's rewards."""
-    return None if rewards is None or domain not in rewards.domains else dict(rewards.domains[domain].weights)
 
 
 def build_rollouts(stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
@@ -118,7 +115,7 @@ def build_rollouts(stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
             stage.tasks.held_out,
             rewards=stage.rewards,
             build_explorer=stage.backend.explorer,
-            build_rewards=lambda view: build_stage_rewards(view, policy),
+            build_rewards=partial(build_rewards, policy=policy),
             seed=stage.context.seed,
             sampler=sampler,
         )

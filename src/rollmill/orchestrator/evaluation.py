@@ -20,13 +20,14 @@ from rollmill.orchestrator.domain_pauses import unless_lost
 from rollmill.orchestrator.evaluation_set import RolloutGuard, SetEvaluator, SetResult, merged_metrics, results_to_json
 from rollmill.orchestrator.metrics import require_rewards
 from rollmill.rewards import RewardManager
+from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout.base import RolloutGenerator
 from rollmill.types import Experience, Task
 from rollmill.waiting import patient_timeout
 
 BuildRewards = Callable[[StageConfig], RewardManager]
 """Builds the rewards of a stage without domains."""
-BuildExplorer = Callable[[StageConfig | None, RewardManager], RolloutGenerator]
+BuildExplorer = Callable[[StageConfig | None, StageRewards], RolloutGenerator]
 """Builds the explorer of held-out tasks with another workflow, environment or rewards than the stage."""
 HeldOut = Mapping[str, Sequence[Task]]
 """Held-out tasks by the name of their set."""
@@ -153,7 +154,7 @@ class Evaluator:
         config: StageConfig,
         held_out: HeldOut,
         *,
-        rewards: RewardManager,
+        rewards: StageRewards,
         build_explorer: BuildExplorer,
         build_rewards: BuildRewards,
         seed: int,
@@ -162,22 +163,23 @@ class Evaluator:
         assert config.evaluation is not None
         rollout = config.rollout
         self._deadline_s, self._batch = rollout.deadline_s, rollout.batch * rollout.group_size
-        self._rewards: list[RewardManager] = []
+        self._rewards: list[StageRewards] = []
         self.set_evaluators: list[SetEvaluator] = []
         self._guards: dict[str, DomainGuard] = {}
         self._newest: Evaluation | None = None
         for name, section in config.evaluation.all_sets().items():
             stage, used_rewards = config.for_evaluation(section), rewards
-            if section.domain is not None and section.rewards is None and rewards.domains:
-                used_rewards = rewards.domains[section.domain]
-            elif stage.rewards != config.rewards or rewards.domains:
-                used_rewards = build_rewards(stage.model_copy(update={"domains": {}}))
+            plain = stage.model_copy(update={"domains": {}})
+            if section.domain is not None and section.rewards is None:
+                used_rewards = StageRewards({"": rewards.by_domain[section.domain]})
+            elif stage.rewards != config.rewards or config.domains:
+                used_rewards = StageRewards.build(plain, build_rewards)
                 self._rewards.append(used_rewards)
             same = (stage.workflow, stage.environment) == (config.workflow, config.environment)
             if used_rewards is rewards and same:
                 explorer = build_explorer(None, rewards)
             else:
-                explorer = build_explorer(stage.model_copy(update={"domains": {}}), used_rewards)
+                explorer = build_explorer(plain, used_rewards)
             evaluator = SetEvaluator(name, explorer, held_out[name], section, stage.rollout, seed)
             self.set_evaluators.append(evaluator)
             if section.domain is not None and sampler is not None:

@@ -23,7 +23,7 @@ from rollmill.orchestrator.task_difficulty import (
     success_threshold,
 )
 from rollmill.rewards import build_reward_manager
-from rollmill.rewards.domains import build_domain_rewards
+from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout.auxiliary_models import connect_endpoint
 from rollmill.rollout.served_model import ServedExplorer, ServedModel, check_endpoint_support
 from rollmill.seeds import derive_seed
@@ -55,7 +55,7 @@ def generate_demonstrations(
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]
     tally = ScoreProgress(file, len(tasks), len(tasks) - len(todo), progress)
     device = str(choose_device(loaded.config.device))
-    rewards = build_domain_rewards(stage, lambda view: build_reward_manager(view.rewards, view.judging, device=device))
+    rewards = StageRewards.build(stage, lambda view: build_reward_manager(view.rewards, view.judging, device=device))
     model = ServedModel(str(served), connect_endpoint(str(served), section), completes=section.completes)
     explorer = ServedExplorer(model, rewards)
 

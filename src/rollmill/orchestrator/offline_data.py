@@ -15,7 +15,7 @@ from rollmill.orchestrator.buffers import Buffers
 from rollmill.pipelines import Pipeline, PipelineContext
 from rollmill.pipelines.batch import copy_experience
 from rollmill.seeds import derive_seed
-from rollmill.types import Experience, Task, task_domain
+from rollmill.types import Experience, Task
 
 EXPERT_STREAM = 0xE4
 
@@ -129,7 +129,7 @@ class OfflineData:
         return [each for each in left if each.id in names]
 
     def _context(self, version: int, first: Experience) -> PipelineContext:
-        config = self._views.get(task_domain(first.task_id) if self._config.domains else "", self._config)
+        config = self._views.get(self._config.domain_of(first.task_id), self._config)
         own = Task(first.task_id, first.prompt)  # of a prompt that somebody posted
 
         def task(name: str) -> Task:

@@ -1,4 +1,4 @@
-"""Who rolls out for a stage: the protocol, and rollouts in this process.
+"""Rollouts of a stage: the protocol of what makes them, and those made in this process.
 
 Explorers in other processes have the same interface (`remote/rollout_backend.py`).
 """
@@ -18,6 +18,7 @@ from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.orchestrator.scheduler import InterruptibleEngine
 from rollmill.plugins import call_hook
 from rollmill.rewards import RewardManager
+from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout import Explorer
 from rollmill.rollout.auxiliary_models import AuxiliaryModels
 from rollmill.rollout.base import ExplorerProtocol
@@ -53,7 +54,7 @@ class RolloutBackend(Protocol):
     def explorer(
         self,
         config: StageConfig | None = None,
-        rewards: RewardManager | None = None,
+        rewards: StageRewards | None = None,
         *,
         trace: Trace | None = None,
         drafts: DraftCache | None = None,
@@ -132,7 +133,7 @@ class LocalRollouts:
         self,
         config: StageConfig,
         policy: PolicyModel,
-        rewards: RewardManager | None,
+        rewards: StageRewards | None,
         *,
         precision: str = "fp32",
         tasks: Sequence[Task] = (),
@@ -155,7 +156,7 @@ class LocalRollouts:
     def explorer(
         self,
         config: StageConfig | None = None,
-        rewards: RewardManager | None = None,
+        rewards: StageRewards | None = None,
         *,
         trace: Trace | None = None,
         drafts: DraftCache | None = None,
@@ -178,11 +179,11 @@ class LocalRollouts:
         runners = {name: runner for name, runner in made.items() if runner is not None}
         return Explorer(self.engine, scorers, self._policy.tokenizer, trace, runners, drafts, task_runner)
 
-    def _open(self, config: StageConfig, rewards: RewardManager) -> Mapping[str, _Part]:
+    def _open(self, config: StageConfig, rewards: StageRewards) -> Mapping[str, _Part]:
         """Open the resources of the workflows of each domain; a stage without domains is its own, with the name ""."""
         parts = {}
         for name, view in config.by_domain().items():
-            scorers = rewards.domains[name] if name else rewards
+            scorers = rewards.by_domain[name]
             examples = [task for task in self._tasks if task.response is not None and name in ("", task.taskset)]
             server = call_hook("policy_server", self.engine, self._chat, self._policy.context, view.rollout.deadline_s)
             models = self._models.sources

@@ -101,7 +101,7 @@ class RunControl(LoopCallback):
             raise ConfigError(
                 f"algorithm `{stage.config.algorithm.name}` weighs the rewards itself; their weights cannot change"
             )
-        known = _reward_names(stage)
+        known = [] if stage.rewards is None else stage.rewards.names
         if name not in known:
             raise ConfigError(f"no reward `{name}`; there are {', '.join(f'`{each}`' for each in known) or 'none'}")
         self._change(rewards={name: weight})
@@ -182,10 +182,3 @@ class RunControl(LoopCallback):
             ahead = 1 if stage.config.max_staleness else 0  # others of this version may have been scored already
             for name, weight in change.rewards.items():
                 stage.rewards.set_weight(name, weight, change.step + ahead)
-
-
-def _reward_names(stage: Stage) -> list[str]:
-    if stage.rewards is None:
-        return []
-    managers = [stage.rewards, *stage.rewards.domains.values()]
-    return list(dict.fromkeys(name for manager in managers for name in manager.weights))

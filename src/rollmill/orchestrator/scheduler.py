@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -169,7 +169,7 @@ class RolloutScheduler:
         return _StartedGroup(number, task, times)
 
     def _start(self, number: int, task: Task, begun: Sequence[Experience] = ()) -> None:
-        view, seed = _view(self._views, task), derive_seed(self._seed, number)
+        view, seed = self._views[self._config.domain_of(task.id)], derive_seed(self._seed, number)
         sampling, group = view.rollout, f"{self._config.name}-{number:06d}"
         if sampling.token_budget is not None:
             work = self._in_parts(number, task, group, seed, begun)
@@ -188,7 +188,7 @@ class RolloutScheduler:
         self, number: int, task: Task, group: str, seed: int, begun: Sequence[Experience]
     ) -> list[Experience]:
         """Return a group's experiences with rewards; an interrupted group leaves the queue and is kept for later."""
-        sampling = _view(self._views, task).rollout
+        sampling = self._views[self._config.domain_of(task.id)].rollout
         part = await self._explorer.part(task, sampling, n=sampling.group_size, seed=seed, group=group, begun=begun)
         if count_unfinished(part.experiences):
             self._interrupted[number] = part.experiences
@@ -312,11 +312,6 @@ class _StartedGroup(NamedTuple):
     number: int
     task: Task
     stopped: int  # earlier stops of the task
-
-
-def _view(views: Mapping[str, StageConfig], task: Task) -> StageConfig:
-    """The stage as the task's domain sees it."""
-    return views[""] if "" in views else views[task.taskset]
 
 
 def accepted(group: Sequence[Experience]) -> list[Experience]:

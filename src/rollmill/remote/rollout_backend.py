@@ -29,7 +29,7 @@ from rollmill.progress import Progress, count_progress
 from rollmill.remote.run_state import WEIGHTS
 from rollmill.remote.stage_worker import RolloutReply, RolloutRequest, WorkerSetup, shift_spans, trainable_parameters
 from rollmill.remote.worker_pool import WorkerPool
-from rollmill.rewards import RewardManager
+from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout.base import OnGenerated, PartialRollout
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.trackers.trace import Trace
@@ -175,7 +175,7 @@ class RemoteRollouts:
     def explorer(
         self,
         config: StageConfig | None = None,
-        rewards: RewardManager | None = None,
+        rewards: StageRewards | None = None,
         *,
         trace: Trace | None = None,
         drafts: DraftCache | None = None,

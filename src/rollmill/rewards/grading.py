@@ -17,8 +17,8 @@ from rollmill.config.validation_errors import join_quoted
 from rollmill.data.images import metadata_with_images
 from rollmill.errors import ConfigError
 from rollmill.rewards.base import RewardResult
-from rollmill.rewards.domains import build_domain_rewards
 from rollmill.rewards.manager import RewardManager, build_reward_manager
+from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.types import Completion, StopReason, Task, split_reasoning, split_reply
 
 _CONCURRENT_ROWS = 256
@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 the response."""
 
 
-def build_graders(stage: StageConfig, workers: int | None = None) -> RewardManager:
+def build_graders(stage: StageConfig, workers: int | None = None) -> StageRewards:
     """Build the rewards of a stage for texts without tokens. Raises like `build_reward_manager`.
 
     Args:
@@ -38,7 +38,7 @@ def build_graders(stage: StageConfig, workers: int | None = None) -> RewardManag
         settings = view.judging if workers is None else view.judging.model_copy(update={"workers": workers})
         return build_reward_manager(view.rewards, settings)
 
-    return build_domain_rewards(stage, build)
+    return StageRewards.build(stage, build)
 
 
 def require_response(where: str, row: Row) -> None:
@@ -49,7 +49,7 @@ def require_response(where: str, row: Row) -> None:
 
 
 async def judge_rows(
-    manager: RewardManager, rows: Sequence[Row], tasks: Sequence[Task]
+    rewards: StageRewards, rows: Sequence[Row], tasks: Sequence[Task]
 ) -> tuple[dict[int, RewardResult], Exception | None]:
     """Score all rows; return the results by the position of their row, in order, and the first failure.
 
@@ -57,7 +57,7 @@ async def judge_rows(
     rows before it are completed.
     """
     gate = asyncio.Semaphore(_CONCURRENT_ROWS)
-    groups = _groups(rows, tasks) if manager.groupwise else {number: [number] for number in range(len(rows))}
+    groups = _groups(rows, tasks) if rewards.groupwise else {number: [number] for number in range(len(rows))}
 
     async def one(group: str | int, members: list[int]) -> list[RewardResult]:
         async with gate:
@@ -66,9 +66,9 @@ async def judge_rows(
                 for index, number in enumerate(members)
             ]
             if isinstance(group, str):
-                return await manager.score_group(tasks[members[0]], completions)
+                return await rewards.score_group(tasks[members[0]], completions)
             role = rows[members[0]].get("role")
-            return [await manager.score(tasks[members[0]], completions[0], role=role)]
+            return [await rewards.score(tasks[members[0]], completions[0], role=role)]
 
     running = [asyncio.create_task(one(group, members)) for group, members in groups.items()]
     failure: Exception | None = None

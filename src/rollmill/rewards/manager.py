@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, TypeVar
 
 from rollmill.config.rewards import RewardConfig
@@ -63,9 +63,6 @@ _Timed = tuple[Score, RewardTiming]
 
 class RewardManager:
     """Scores completions. Any number of calls may run concurrently, from any event loop in any thread."""
-
-    domains: Mapping[str, RewardManager] = MappingProxyType({})
-    """Those of a stage's domains, by name, in place of rewards of its own (`DomainRewards`)."""
 
     def __init__(
         self, parts: Sequence[WeightedReward], settings: RewardManagerConfig, resources: RewardResources

@@ -18,8 +18,9 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.data import encode_pictures, encode_prompt, parse_completion, render_prompt
 from rollmill.data.images import image_refs_of
 from rollmill.engines.base import CompletionPrefix, GenerationRequest, RolloutEngine
-from rollmill.rewards import RewardManager, RewardResult
+from rollmill.rewards import RewardResult
 from rollmill.rewards.function_threads import gather_or_cancel
+from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout.base import OnGenerated, PartialRollout
 from rollmill.rollout.draft_cache import DraftCache, draft_from_completion
 from rollmill.rollout.runner import WorkflowRunner, apply_repetition_penalty, assign_reward, trace_reward_result
@@ -67,7 +68,7 @@ class Explorer:
     def __init__(
         self,
         engine: RolloutEngine,
-        rewards: RewardManager,
+        rewards: StageRewards,
         tokenizer: Any,
         trace: Trace | None = None,
         runners: Mapping[str, WorkflowRunner] | None = None,

@@ -14,8 +14,8 @@ import numpy as np
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
-from rollmill.rewards import RewardManager
 from rollmill.rewards.judges.chat import LENGTH, ChatModelReply, NoReplyError
+from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout.base import OnGenerated
 from rollmill.rollout.runner import assign_reward
 from rollmill.seeds import derive_seed
@@ -76,7 +76,7 @@ class ServedModel:
 class ServedExplorer:
     """Rolls out with a served model instead of the policy."""
 
-    def __init__(self, model: ServedModel, rewards: RewardManager) -> None:
+    def __init__(self, model: ServedModel, rewards: StageRewards) -> None:
         self._model, self._rewards = model, rewards
 
     async def rollout(
