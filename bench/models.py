@@ -56,7 +56,7 @@ def model_dir(name: str) -> Path:
 
 def set_allocator(name: str) -> None:
     """Set glibc's allocator as `rollmill run` does for a checkpoint of this size in bf16."""
-    from rollmill.trackers.host_memory import keep_freed_blocks, return_large_blocks
+    from rollmill.models.cpu.host_memory import keep_freed_blocks, return_large_blocks
 
     if name == "m600":
         return_large_blocks()

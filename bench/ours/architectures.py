@@ -27,8 +27,8 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
 from rollmill.errors import RollmillError
+from rollmill.models.cpu.norms import find_norms, use_fast_norms
 from rollmill.models.from_scratch import silence_transformers, train_tokenizer
-from rollmill.models.norms import find_norms, use_fast_norms
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
 from rollmill.trainer.model_setup import evaluation_mode

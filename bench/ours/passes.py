@@ -39,7 +39,7 @@ def load(model: str) -> Any:
 def serve_passes(channel: Channel, model: Any, once: Callable[[list[Any]], tuple[float, int]], args: Any) -> None:
     """Serve `once(experiences) -> (loss, tokens of all rows)`: seconds, and peak memory above the model."""
     from bench.ours.experiences import experiences
-    from rollmill.models.norms import find_norms, use_fast_norms
+    from rollmill.models.cpu.norms import find_norms, use_fast_norms
 
     norms, vocab = find_norms(model), SHAPES[args.model].vocab_size
     short, batch = (experiences(rollouts(vocab, groups), vocab) for groups in (SHORT, args.groups))

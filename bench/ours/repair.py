@@ -30,13 +30,13 @@ def repair_stage(
     from rollmill.config.loader import load_run
     from rollmill.config.model import ModelConfig
     from rollmill.data import load_taskset
+    from rollmill.models.cpu.step_timing import choose_precision
     from rollmill.models.load import load_policy
     from rollmill.orchestrator.buffers import Buffers
     from rollmill.orchestrator.context import RunContext
     from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import select_tasks
     from rollmill.quickstart import addition
-    from rollmill.trainer import choose_precision
 
     torch.set_num_threads(1)
     config = load_run(Path(addition.__file__).with_suffix(".yaml")).stages[1]

@@ -31,7 +31,7 @@ def main() -> None:
     from rollmill.config.rollout import SamplingConfig
     from rollmill.engines.base import GenerationRequest
     from rollmill.engines.native import NativeEngine
-    from rollmill.trainer import StepSize, choose_precision
+    from rollmill.models.cpu.step_timing import StepSize, choose_precision
     from rollmill.types import Completion
 
     torch.set_num_threads(1)

@@ -51,12 +51,12 @@ def build_stage(
     from rollmill.config.taskset import TasksetConfig
     from rollmill.config.trainer import TrainerConfig
     from rollmill.data import load_taskset
+    from rollmill.models.cpu.step_timing import choose_precision
     from rollmill.models.load import PolicyModel
     from rollmill.orchestrator.buffers import Buffers
     from rollmill.orchestrator.context import RunContext
     from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import StageTasks
-    from rollmill.trainer import choose_precision
 
     set_allocator(args.model)
     device = torch.device(args.device)

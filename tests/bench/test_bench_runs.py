@@ -21,7 +21,7 @@ from bench.models import Shape
 from bench.packing import lengths
 from bench.roof import Batch, rollout_seconds, training_seconds, weights
 from rollmill.errors import ModelError
-from rollmill.models.int8 import require_int8_products
+from rollmill.models.cpu.int8 import require_int8_products
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -24,7 +24,7 @@ from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.weights import EngineWeights
 from rollmill.errors import ConfigError, ModelError
 from rollmill.launch import resume
-from rollmill.models.int8 import Int8Linear, int8_linears, require_int8_products
+from rollmill.models.cpu.int8 import Int8Linear, int8_linears, require_int8_products
 from rollmill.models.load import load_policy
 from rollmill.models.lora import adapted_layers, merged_weight
 from rollmill.offload.plan import estimate_component_sizes

@@ -6,7 +6,7 @@ import pytest
 import torch
 from toys import toy_model
 
-from rollmill.models.norms import find_norms, rms_norm, use_fast_norms
+from rollmill.models.cpu.norms import find_norms, rms_norm, use_fast_norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -46,7 +46,7 @@ run("run.yaml", out=sys.argv[1], view=PlainView(io.StringIO()))
 def test_peaks_are_reset_and_remembered() -> None:
     # In a process of its own: in that of other tests, the block could take memory that they have left resident.
     program = """
-from rollmill.trackers.host_memory import lifetime_peak_rss, peak_rss, reset_peak_rss, trim_heap
+from rollmill.models.cpu.host_memory import lifetime_peak_rss, peak_rss, reset_peak_rss, trim_heap
 trim_heap()
 reset_peak_rss()
 before = peak_rss()

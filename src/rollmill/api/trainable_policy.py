@@ -26,6 +26,7 @@ from rollmill.data import encode_prompt, parse_completion, render_prompt
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import CheckpointError, ConfigError, TrainingError, describe_read_error
 from rollmill.files import sync
+from rollmill.models.cpu.step_timing import choose_precision
 from rollmill.models.from_scratch import save_policy
 from rollmill.models.load import PolicyModel, load_policy, wrap_policy
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
@@ -35,7 +36,6 @@ from rollmill.orchestrator.setup import choose_device
 from rollmill.registry import loss_section
 from rollmill.seeds import derive_seed
 from rollmill.trainer.parity import load_verified_policy
-from rollmill.trainer.step_timing import choose_precision
 from rollmill.trainer.stepwise import StepwiseTrainer
 from rollmill.types import Experience, ExperienceSource, FloatArray, Message, Task, experience_from_completion
 

@@ -11,10 +11,10 @@ from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_map_only
 
 from rollmill.config.offload import Phase
+from rollmill.models.cpu.host_memory import peak_rss, reset_peak_rss, trim_heap
 from rollmill.models.storage import view_storage_like
 from rollmill.offload.components import Offloadable
 from rollmill.offload.plan import GB, OffloadPlan, StorageTier
-from rollmill.trackers.host_memory import peak_rss, reset_peak_rss, trim_heap
 
 
 class PhasePeakMemory:

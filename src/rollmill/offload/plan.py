@@ -16,7 +16,7 @@ from rollmill.config.offload import Phase
 from rollmill.config.run import StageConfig
 from rollmill.config.trainer import MOMENT_BLOCK
 from rollmill.errors import ConfigError
-from rollmill.models.int8 import int8_linears
+from rollmill.models.cpu.int8 import int8_linears
 from rollmill.models.load import PolicyModel, build_meta_model
 from rollmill.models.lora import adapted_layers, has_lora, merges_adapters
 from rollmill.models.quantization import count_weights

@@ -22,6 +22,7 @@ from rollmill.data import Taskset, load_taskset
 from rollmill.data.images import require_seen
 from rollmill.errors import ConfigError
 from rollmill.files import atomic_write, read_json_object, to_jsonable
+from rollmill.models.cpu.step_timing import StepSize, choose_precision
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.bench_results import Cell, Results
 from rollmill.orchestrator.eval_targets import RUN_FILE, CheckpointTarget, EvalTarget, ServedTarget
@@ -34,7 +35,6 @@ from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout.auxiliary_models import connect_endpoint
 from rollmill.rollout.served_model import ServedExplorer, ServedModel, check_endpoint_support
-from rollmill.trainer import StepSize, choose_precision
 from rollmill.types import Task
 
 CELLS = "cells"

@@ -29,6 +29,8 @@ from rollmill.data.images import PICTURES_FOLDER
 from rollmill.errors import ConfigError, CorruptFileError, ModelError
 from rollmill.files import atomic_write, read_json_object
 from rollmill.models.classifier import require_classifier_support
+from rollmill.models.cpu.host_memory import keep_freed_blocks, return_large_blocks
+from rollmill.models.cpu.step_timing import CPU_ROW, StepSize, choose_precision, choose_threads
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
 from rollmill.models.quantization import count_weights
@@ -45,9 +47,6 @@ from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.references import require_references, require_verdicts
 from rollmill.rewards.resources import close_warm_pools
-from rollmill.trackers.host_memory import keep_freed_blocks, return_large_blocks
-from rollmill.trainer import StepSize, choose_precision, choose_threads
-from rollmill.trainer.batch import CPU_ROW
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task
 

@@ -19,6 +19,7 @@ from rollmill.config.run import StageConfig
 from rollmill.data import load_taskset
 from rollmill.data.score_file import ScoreFile
 from rollmill.errors import ConfigError, DeadlineError
+from rollmill.models.cpu.step_timing import StepSize, choose_precision
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.components import build_stage_rewards
 from rollmill.orchestrator.rollouts import LocalRollouts
@@ -27,7 +28,6 @@ from rollmill.orchestrator.task_selection import select_tasks
 from rollmill.rewards.judges.generative import DifficultyJudge
 from rollmill.rewards.resources import RewardResources
 from rollmill.seeds import derive_seed
-from rollmill.trainer import StepSize, choose_precision
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.types import Task, most_varied_rewards
 from rollmill.waiting import patient_timeout

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Protocol
 from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import RollmillError
 from rollmill.files import atomic_write, explain_write_errors, read_json_object, to_jsonable
-from rollmill.trackers.host_memory import lifetime_peak_rss
+from rollmill.models.cpu.host_memory import lifetime_peak_rss
 from rollmill.types import Experience
 
 Metric = float | int | str | None

@@ -2,7 +2,6 @@
 
 from rollmill.trainer.distributed.trainer import DistributedTrainer
 from rollmill.trainer.reward_trainer import RewardTrainer
-from rollmill.trainer.step_timing import StepSize, choose_precision, choose_threads
 from rollmill.trainer.trainer import Trainer
 
-__all__ = ["DistributedTrainer", "RewardTrainer", "StepSize", "Trainer", "choose_precision", "choose_threads"]
+__all__ = ["DistributedTrainer", "RewardTrainer", "Trainer"]

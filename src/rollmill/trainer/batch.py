@@ -24,13 +24,11 @@ from torch import Tensor
 
 from rollmill.data.picture_prompts import Block
 from rollmill.models.attention import AttentionContext
+from rollmill.models.cpu.step_timing import CPU_ROW
 from rollmill.models.vision import PictureSpan, batch_pictures
 from rollmill.trainer.attention import PackedAttention, SegmentLayout
 from rollmill.trainer.distributed.context_parallel import ContextParallelAttention, ContextShare
 from rollmill.types import Experience, ExperienceSource
-
-CPU_ROW = 2048
-"""Most tokens of a row on a CPU: keeps activations near the caches."""
 
 
 def pack_rows(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:

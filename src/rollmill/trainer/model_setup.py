@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rollmill.trackers.host_memory import return_large_blocks
+from rollmill.models.cpu.host_memory import return_large_blocks
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -32,6 +32,7 @@ from rollmill.engines.native.parity_check import (
 )
 from rollmill.errors import ModelError
 from rollmill.files import cache_folder
+from rollmill.models.cpu.norms import find_norms, use_fast_norms
 from rollmill.models.hf_forward import (
     LogprobGap,
     find_first_difference,
@@ -43,7 +44,6 @@ from rollmill.models.hf_forward import (
 )
 from rollmill.models.load import PolicyModel, load_policy
 from rollmill.models.lora import has_lora
-from rollmill.models.norms import find_norms, use_fast_norms
 from rollmill.models.storage import ensure_own_memory
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_hidden_states, compute_logprobs, use_packed_attention

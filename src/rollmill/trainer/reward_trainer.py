@@ -22,8 +22,9 @@ from rollmill.config.algorithms.preferences import RewardModel
 from rollmill.config.trainer import TrainerConfig
 from rollmill.models.attention import use_attention_context
 from rollmill.models.classifier import REWARD_MODEL_FOLDER, save_classifier
+from rollmill.models.cpu.norms import NormReplacements, find_norms, use_fast_norms
+from rollmill.models.cpu.step_timing import StepSize, choose_precision
 from rollmill.models.load import PolicyModel
-from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.progress import Progress, count_progress
 from rollmill.trainer.batch import MicroBatch, TokenTable, build_micro_batches, build_token_table
 from rollmill.trainer.distributed.ranks import RankGroup
@@ -36,7 +37,6 @@ from rollmill.trainer.optimizer import (
     compute_learning_rate,
     failed_step_error,
 )
-from rollmill.trainer.step_timing import StepSize, choose_precision
 from rollmill.trainer.update import split_mini_batches
 from rollmill.types import Experience
 

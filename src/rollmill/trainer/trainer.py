@@ -13,12 +13,13 @@ from torch import nn
 
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
+from rollmill.models.cpu.host_memory import trim_heap
+from rollmill.models.cpu.norms import NormReplacements, find_norms, use_fast_norms
+from rollmill.models.cpu.step_timing import StepSize, choose_precision
 from rollmill.models.load import PolicyModel
-from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.models.routing import routing_shape
 from rollmill.models.vision import freeze_parts, picture_processor
 from rollmill.offload import Offloadable, offload_tensors
-from rollmill.trackers.host_memory import trim_heap
 from rollmill.trainer.coefficients import LossCoefficients
 from rollmill.trainer.critic import Critic, ValueModel
 from rollmill.trainer.distributed.expert_parallel import distribute_experts
@@ -41,7 +42,6 @@ from rollmill.trainer.optimizer import (
 from rollmill.trainer.precompute import Precomputer
 from rollmill.trainer.prepared import PreparedBatch
 from rollmill.trainer.reference import ReferenceModel
-from rollmill.trainer.step_timing import StepSize, choose_precision
 from rollmill.trainer.teacher import Teacher
 from rollmill.trainer.update import PolicyUpdater, split_mini_batches
 from rollmill.types import IMPORTED_FROM, Experience, ExperienceSource

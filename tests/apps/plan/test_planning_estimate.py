@@ -18,7 +18,7 @@ from rollmill.cli import main
 from rollmill.config.model import LoRAConfig, ModelConfig
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
-from rollmill.trackers.host_memory import peak_rss, reset_peak_rss
+from rollmill.models.cpu.host_memory import peak_rss, reset_peak_rss
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "minimal.yaml"
 SIX_BILLION = (

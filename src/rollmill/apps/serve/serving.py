@@ -32,6 +32,7 @@ from rollmill.data.renderer import Switches
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import CheckpointError, ConfigError, ModelError
 from rollmill.launch import CONFIG, resume, start
+from rollmill.models.cpu.step_timing import StepSize, choose_precision
 from rollmill.models.load import PolicyModel
 from rollmill.models.vision import picture_processor
 from rollmill.orchestrator.checkpoint import Checkpoints
@@ -45,7 +46,6 @@ from rollmill.startup import ending_signals
 from rollmill.supervision.attempt import RunAttempt
 from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, RolloutLog
 from rollmill.trackers.run_views import RunView
-from rollmill.trainer import StepSize, choose_precision
 from rollmill.trainer.parity import load_verified_policy
 
 _RUN_FILES = (".yaml", ".yml")

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.engines.native.decode import DecodeContext
-from rollmill.engines.native.fused_layers import FusedLayers, build_fused_layers
 from rollmill.engines.native.kv_cache import KVCache
 from rollmill.engines.native.prefill import PrefillChunk, PrefillContext
 from rollmill.engines.native.prefix_cache import PrefixCache
@@ -22,7 +21,8 @@ from rollmill.engines.native.sampler import SamplerOutput, SamplingTensors, samp
 from rollmill.engines.native.sequence import SequenceGroup, SequenceState
 from rollmill.errors import EngineError
 from rollmill.models.attention import build_forward_inputs, use_attention_context
-from rollmill.models.norms import find_norms, is_fp32_on_cpu, use_fast_norms
+from rollmill.models.cpu.fused_layers import FusedLayers, build_fused_layers
+from rollmill.models.cpu.norms import find_norms, is_fp32_on_cpu, use_fast_norms
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.routing import capture_routing
 from rollmill.models.vision import (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rollmill.models.int8 import Int8Linear, int8_linears, require_int8_products
+from rollmill.models.cpu.int8 import Int8Linear, int8_linears, require_int8_products
 from rollmill.models.lora import adapted_layers, copy_without_adapters, merged_weight, merges_adapters
 
 

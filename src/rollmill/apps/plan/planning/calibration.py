@@ -23,6 +23,7 @@ from rollmill.config.placement import PlacementConfig, RayPlacement
 from rollmill.config.run import StageConfig
 from rollmill.config.workflows import LiveRequestsWorkflow
 from rollmill.errors import ConfigError
+from rollmill.models.cpu.host_memory import trim_heap
 from rollmill.models.load import PolicyModel
 from rollmill.offload.plan import estimate_component_sizes
 from rollmill.orchestrator.context import RunContext
@@ -31,7 +32,6 @@ from rollmill.orchestrator.setup import prepare_first_stage
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.remote.stage_worker import trainable_parameters
 from rollmill.rewards.resources import close_warm_pools
-from rollmill.trackers.host_memory import trim_heap
 from rollmill.weights import SharedMemoryReceiver, SharedMemorySender, shared_memory_folder
 
 

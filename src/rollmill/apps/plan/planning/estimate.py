@@ -32,10 +32,10 @@ from rollmill.apps.plan.planning.presets import load_planned_run, planned_model
 from rollmill.config.checks.offload import component_phases, stage_phases
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.run import StageConfig
+from rollmill.models.cpu.step_timing import CPU_ROW
 from rollmill.models.load import PolicyModel
 from rollmill.offload.plan import estimate_component_sizes
 from rollmill.orchestrator.setup import choose_device
-from rollmill.trainer.batch import CPU_ROW
 
 _MEASURED_SHARE = 1 / 8 + 1 / 4  # of a batch: the sizes that a measurement always makes
 _PATIENCE_S = 120.0

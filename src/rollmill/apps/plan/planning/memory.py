@@ -10,7 +10,7 @@ from rollmill.apps.plan.planning.measurement import StepMeasurement
 from rollmill.apps.plan.planning.rollouts import GroupLengths, fit_line, reserved_cache_tokens
 from rollmill.config.checks.offload import component_phases, stage_phases, unused_offload_keys
 from rollmill.config.run import StageConfig
-from rollmill.trainer.batch import CPU_ROW
+from rollmill.models.cpu.step_timing import CPU_ROW
 
 _GRADIENTS, _CACHE = "gradients", "cache"
 _TRAINED = ("policy", "optimizer", _GRADIENTS, "critic", "critic_optimizer", "reference")

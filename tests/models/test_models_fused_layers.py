@@ -10,9 +10,10 @@ import torch
 from toys import sampled_completions, toy_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rollmill.engines.native import NativeEngine, fused_layers
-from rollmill.engines.native.fused_layers import build_fused_layers
+from rollmill.engines.native import NativeEngine
 from rollmill.models.attention import build_forward_inputs, use_attention_context
+from rollmill.models.cpu import fused_layers
+from rollmill.models.cpu.fused_layers import build_fused_layers
 from rollmill.types import Completion
 
 SMALL = {

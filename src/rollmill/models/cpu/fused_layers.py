@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from rollmill.errors import ModelError
 from rollmill.models.attention import AttentionContext, AttentionOptions, build_forward_inputs, use_attention_context
-from rollmill.models.int8 import Int8Linear, round_rows
+from rollmill.models.cpu.int8 import Int8Linear, round_rows
 from rollmill.models.recurrent import RecurrentCall
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})

@@ -12,7 +12,7 @@ import pytest
 
 PROGRAM = """
 import json, resource
-from rollmill.trackers.host_memory import keep_freed_blocks, return_large_blocks, trim_heap
+from rollmill.models.cpu.host_memory import keep_freed_blocks, return_large_blocks, trim_heap
 
 def pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -28,7 +28,9 @@ from torch import nn
 from torch.nn.functional import linear
 
 from rollmill.files import cache_folder, temporary_path
-from rollmill.trainer.batch import CPU_ROW
+
+CPU_ROW = 2048
+"""Most tokens of a row on a CPU: keeps activations near the caches."""
 
 _FLOP = 4e9
 """Most operations of a timed pass: wide layers are timed by a slice of their outputs, never with fewer rows."""

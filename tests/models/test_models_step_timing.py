@@ -12,8 +12,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rollmill.trainer import StepSize, choose_precision, choose_threads
-from rollmill.trainer.step_timing import Product, Timer, step_products, time_product
+from rollmill.models.cpu.step_timing import (
+    Product,
+    StepSize,
+    Timer,
+    choose_precision,
+    choose_threads,
+    step_products,
+    time_product,
+)
 
 SIZE = StepSize(sequences=64, decoded=56, learned=64 * 56, row=2048)
 """64 completions of 56 tokens."""
