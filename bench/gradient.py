@@ -127,7 +127,7 @@ class Tree:
             versions=np.zeros(len(tokens), np.int32),
             reward=self.rewards[index],
             reward_parts={"exact": self.rewards[index]},
-            info={"greedy_reward": self.greedy_reward},
+            greedy_reward=self.greedy_reward,
         )
 
     def _is_greedy(self, completion: tuple[int, ...]) -> bool:

@@ -251,6 +251,18 @@ class Experience:
     response: str = ""
     timings: dict[str, float] = field(default_factory=dict)  #: seconds by phase: queue, generate, reward
     info: dict[str, Any] = field(default_factory=dict)
+    role: str | None = field(default=None, metadata={"stored": False})
+    """The role that the policy had (`policy.role`). Advantages compare experiences of one role."""
+    episode: str | None = field(default=None, metadata={"stored": False})
+    """The rollout whose reward several experiences share; None: the experience is a rollout of its own."""
+    anchor: str | None = field(default=None, metadata={"stored": False})
+    """The state that the step began in. Step-level advantages compare the steps of a group that began in the same."""
+    step_reward: float | None = field(default=None, metadata={"stored": False})
+    """The part of the rollout's reward that its step earned; None: the rollout has one experience."""
+    greedy_reward: float | None = field(default=None, metadata={"stored": False})
+    """Reward of a greedy rollout of the same task, for algorithms that compare with it."""
+    rejected: str | None = field(default=None, metadata={"stored": False})
+    """Why the workflow rejected the rollout; None: it counts."""
     advantage: FloatArray | None = None  #: [T], set by the trainer in its training step
     pictures: Any = field(default=None, metadata={"stored": False})
     """`rollmill.data.picture_prompts.PicturePrompt` of a prompt with pictures, set before the training step."""
@@ -309,11 +321,24 @@ def reply_info(completion: Completion, prompt: str) -> dict[str, Any]:
     return {REPLY_KEY: {name: getattr(reply, name) for name in kept}}
 
 
-ROLE_KEY = "role"
-"""Key of `info`: the role that the policy had (`policy.role`). Advantages compare experiences of one role."""
-
 STORED_FIELDS = tuple(each.name for each in fields(Experience) if each.metadata.get("stored", True))
 """Names of the fields of an experience that buffers and rollout files keep."""
+_IN_INFO = ("role", "episode", "anchor", "step_reward", "greedy_reward", "rejected")
+"""Fields that most experiences do not have. Buffers and rollout files keep them as keys of `info`."""
+
+
+def stored_info(experience: Experience) -> dict[str, Any]:
+    """`info` as it is stored, with the fields that are kept there."""
+    known = {name: getattr(experience, name) for name in _IN_INFO}
+    return experience.info | {name: value for name, value in known.items() if value is not None}
+
+
+def fields_of_info(stored: dict[str, Any]) -> dict[str, Any]:
+    """Inverse of `stored_info`: the fields of an experience, `info` among them."""
+    found = {name: stored[name] for name in _IN_INFO if name in stored}
+    for name in found.keys() & {"step_reward", "greedy_reward"}:
+        found[name] = None if found[name] is None else float(found[name])  # rollout files have names for NaN
+    return found | {"info": {key: value for key, value in stored.items() if key not in _IN_INFO}}
 
 
 def rollout_id(experience: Experience) -> str:
@@ -329,7 +354,7 @@ def split_by_role(experiences: Iterable[Experience]) -> list[list[Experience]]:
     """
     found: dict[object, list[Experience]] = {}
     for experience in experiences:
-        found.setdefault(experience.info.get(ROLE_KEY), []).append(experience)
+        found.setdefault(experience.role, []).append(experience)
     return list(found.values())
 
 
@@ -349,7 +374,7 @@ def first_per_rollout(experiences: Sequence[Experience]) -> list[Experience]:
     """The first experience of every rollout: all of one rollout have the same reward."""
     first: dict[object, Experience] = {}
     for number, experience in enumerate(experiences):
-        first.setdefault(experience.info.get("episode", number), experience)
+        first.setdefault(number if experience.episode is None else experience.episode, experience)
     return list(first.values())
 
 

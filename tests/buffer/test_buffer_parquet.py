@@ -139,6 +139,8 @@ def _drawn(data: st.DataObject, size: int) -> Experience:
     made.logprobs = bits.view("float32")
     made.advantage = data.draw(st.none() | st.just(made.logprobs[::-1].copy()))
     made.info = data.draw(st.dictionaries(st.text(), st.floats() | st.text() | st.integers() | st.none()))
+    made.role, made.episode, made.anchor, made.rejected = data.draw(st.tuples(*[st.none() | st.text()] * 4))
+    made.step_reward, made.greedy_reward = data.draw(st.tuples(*[st.none() | st.floats()] * 2))
     made.response = data.draw(st.text(st.characters()))
     return made
 

@@ -348,7 +348,7 @@ def test_self_play_finds_perfect_moves(server: Forks, tmp_path: Path) -> None:
     games: dict[str, dict[str, Experience]] = {}
     for each in found:
         if each.action_tokens:
-            games.setdefault(each.id.partition(".")[0], {})[each.info["role"]] = each
+            games.setdefault(each.id.partition(".")[0], {})[each.role] = each
     both = [sides for sides in games.values() if len(sides) == 2]
     assert both
     for sides in both:

@@ -468,7 +468,7 @@ def test_each_role_has_its_own_rewards(runs: Runs, mode: RunMode) -> None:
         assert row["role/first/completions"] == row["role/second/completions"] == 16
     by_role: dict[str, list[Experience]] = {"first": [], "second": []}
     for each in learned(out):
-        by_role[each.info["role"]].append(each)
+        by_role[each.role].append(each)
     for role, name, digits in (("first", "slow", "01234"), ("second", "high", "56789")):
         for each in by_role[role]:
             assert each.reward_parts == {name: float(sum(map(each.response.count, digits)))}

@@ -137,7 +137,7 @@ def test_remax_rolls_one_greedy_completion_per_task(tmp_path: Path) -> None:
     step = list(load_experiences(tmp_path / "out-1"))
     groups: dict[str, set[float]] = {}
     for experience in step:
-        groups.setdefault(experience.group, set()).add(experience.info["greedy_reward"])
+        groups.setdefault(experience.group, set()).add(experience.greedy_reward)
     assert len(step) == 6
     assert all(len(baselines) == 1 for baselines in groups.values())
 

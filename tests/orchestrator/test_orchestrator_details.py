@@ -61,7 +61,7 @@ def test_a_group_is_informative_by_the_rewards_of_one_role() -> None:
     batch = [experience(None) for _ in range(8)]
     for index, (one, reward) in enumerate(zip(batch, (1, 0, 1, 0, 1, 0, 0, 0), strict=True)):
         one.task_id, one.group, one.reward = "chess/1", f"g{index // 4}", float(reward)
-        one.info["role"] = ("white", "black")[index % 2]
+        one.role = ("white", "black")[index % 2]
     assert domain_metrics(batch[:4], version=0)["domain/chess/informative"] == 0  # white always wins
     assert domain_metrics(batch, version=0)["domain/chess/informative"] == 0.5
     assert domain_metrics(batch, version=0)["domain/chess/reward"] == 0.375

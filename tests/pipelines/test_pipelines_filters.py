@@ -127,7 +127,7 @@ def test_group_variance_looks_at_each_role_by_itself() -> None:
     """White always wins, so that only the mix of both players' rewards has a spread; the judges differ."""
     played = group([1.0, 0.0, 1.0, 0.0, 0.5, 1.0])
     for experience, role in zip(played, ["white", "black", "white", "black", "judge", "judge"], strict=True):
-        experience.info["role"] = role
+        experience.role = role
     found, report = process("group_variance", played)
     assert ids(found) == ["g0/4", "g0/5"]
     assert report.reasons == {"all equal": 4}

@@ -134,7 +134,7 @@ def played(rewards: list[float], **each: Any) -> list[Experience]:
     """A group in which two players take turns: white first."""
     found = group(rewards, **each)
     for index, experience in enumerate(found):
-        experience.info["role"] = ("white", "black")[index % 2]
+        experience.role = ("white", "black")[index % 2]
     return found
 
 

@@ -42,7 +42,7 @@ def test_a_rollout_that_forked_counts_once() -> None:
     told: list[list[float]] = []
     experiences = group([1.0, 1.0, 1.0, 0.0])
     for each in experiences[:3]:
-        each.info["episode"] = "g0/0"
+        each.episode = "g0/0"
     process("success_rate", experiences, observe=lambda task, successes: told.append(list(successes)))
     assert told == [[1.0, 0.0]]
     found, _ = process({"name": "priority", "by": "reward"}, experiences)

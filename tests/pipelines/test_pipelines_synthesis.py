@@ -148,6 +148,6 @@ def test_a_reflection_that_the_policy_could_not_write_is_left_out() -> None:
 def test_a_pair_has_one_role() -> None:
     played = group([1.0, 0.0, 0.75, 0.5])
     for experience, role in zip(played, ["white", "black", "white", "black"], strict=True):
-        experience.info["role"] = role
+        experience.role = role
     found, _ = process({"name": "pairs", "count": 4}, played)
     assert origins(new(found)) == ["g0/0", "g0/2", "g0/3", "g0/1"]

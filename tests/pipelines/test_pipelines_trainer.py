@@ -33,7 +33,7 @@ def trained(experiences: list[Experience], **options: Any) -> tuple[dict[str, fl
 def batch(stop: list[StopReason], values: tuple[float, ...] = (1.0, 0.0, 1.0)) -> list[Experience]:
     found, _ = process("truncated", group(list(values), length=[5, 7, 3], stop=stop))
     for each in found:
-        each.info["greedy_reward"] = 0.5
+        each.greedy_reward = 0.5
     return found
 
 

@@ -312,11 +312,11 @@ def test_votes_are_experiences_with_rewards_of_their_own(task: Task) -> None:
     lines = ("so 391", "so 390", "so 391", "hm")
     found, _ = rolled(VoteWorkflow(samples=4, after="so"), task, *lines)
     assert [one.reward for one in found] == [1, 0, 1, 0]
-    assert len({one.info["episode"] for one in found}) == 4
+    assert len({one.episode for one in found}) == 4
     assert {one.group for one in found} == {"g"}
     shared, _ = rolled(VoteWorkflow(samples=2, reward="winner"), task, "391", "390")
     assert [one.reward for one in shared] == [1, 1]
-    assert len({one.info["episode"] for one in shared}) == 1
+    assert len({one.episode for one in shared}) == 1
 
 
 def test_answers_that_are_voted_on() -> None:

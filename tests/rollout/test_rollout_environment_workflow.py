@@ -95,9 +95,9 @@ def test_with_the_last_observations_alone_each_turn_is_a_step(tmp_path: Path, hi
     assert len(found) == 48
     for first in range(0, 48, 3):
         steps = found[first : first + 3]
-        assert len({one.info["episode"] for one in steps}) == 1
-        assert [one.info["step_reward"] for one in steps] == [0.25, 0.5, 0.75]
-        assert [one.info["anchor"] for one in steps] == ["10", "20", "30"]
+        assert len({one.episode for one in steps}) == 1
+        assert [one.step_reward for one in steps] == [0.25, 0.5, 0.75]
+        assert [one.anchor for one in steps] == ["10", "20", "30"]
         assert {one.reward for one in steps} == {1.5}
         task = steps[0].prompt.removesuffix("10")
         seen = ["10", "20", "30"]
@@ -124,7 +124,7 @@ def test_steps_with_full_history_see_everything(tmp_path: Path) -> None:
     found = rollmill.load_experiences(ladder(tmp_path, steps=True), 2)
     assert len(found) == 48
     for before, after in pairwise(found):
-        if before.info["episode"] == after.info["episode"]:
+        if before.episode == after.episode:
             assert after.token_ids[: len(before.token_ids)].tolist() == before.token_ids.tolist()
             assert not after.action_mask[: len(before.token_ids)].any()
 

@@ -150,7 +150,7 @@ def test_both_sides_of_a_game_learn_from_rewards_of_their_own(tmp_path: Path) ->
     assert sum(one.reward or 0.0 for one in found) == 0
     sides = {one.prompt[-1]: one for one in found}
     assert set(sides) == {"A", "B"}
-    assert len({one.info["episode"] for one in found}) == 32
+    assert len({one.episode for one in found}) == 32
     assert np.isfinite(metrics(tmp_path)["loss"])
 
 
@@ -250,11 +250,11 @@ def test_steps_are_experiences_with_rewards_and_states_of_their_own(tmp_path: Pa
     found = run_with(tmp_path, BY_DIGIT, "stages.1.workflow=by_digit", "stages.1.algorithm.name=gigpo")
     episodes: dict[str, list[Experience]] = {}
     for one in found:
-        episodes.setdefault(one.info["episode"], []).append(one)
+        episodes.setdefault(one.episode, []).append(one)
     assert len(episodes) == 16
     for steps in episodes.values():
-        assert len({step.info["anchor"] for step in steps}) == len(steps) > 1
-        assert {step.reward for step in steps} == {sum(step.info["step_reward"] for step in steps)}
+        assert len({step.anchor for step in steps}) == len(steps) > 1
+        assert {step.reward for step in steps} == {sum(step.step_reward for step in steps)}
 
 
 def test_what_is_added_to_a_judgement_has_to_be_numbers(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def run_with(folder: Path, program: str, **workflow: Any) -> list[Experience]:
 
 def test_a_program_is_recorded_and_what_it_prints_is_judged(tmp_path: Path) -> None:
     experiences = run_with(tmp_path, PLAIN + "print('#11111')")
-    assert len({one.info.get("episode", one.id) for one in experiences}) == 4
+    assert len({(one.episode or one.id) for one in experiences}) == 4
     assert {one.group for one in experiences} == {"repair-000000", "repair-000001"}
     for one in experiences:
         assert one.action_tokens
@@ -155,9 +155,9 @@ async def clients(task, policy, endpoint, judge):
     rollmill.run(path, ["stages.0.steps=1", "stages.1.steps=1", "stages.1.workflow=clients"], tmp_path / "run")
     experiences = rollmill.load_experiences(tmp_path / "run", 2)
     assert {one.reward_parts["shape"] for one in experiences} == {1.0}
-    episodes = {one.info["episode"] for one in experiences}
+    episodes = {one.episode for one in experiences}
     assert len(episodes) == 2
     for episode in episodes:
-        own = [one for one in experiences if one.info["episode"] == episode]
+        own = [one for one in experiences if one.episode == episode]
         assert len(own) == 3, "the two responses are one trajectory"
         assert {one.reward_parts["tokens"] for one in own} == {float(sum(one.action_tokens for one in own))}

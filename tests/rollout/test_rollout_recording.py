@@ -50,7 +50,7 @@ def test_turns_that_go_on_are_one_experience() -> None:
     assert [(turn.role, turn.text) for turn in one.turns] == [
         ("prompt", "prompt 0"), ("assistant", "call 0"), ("observation", "5"), ("assistant", "call 1"),
     ]  # fmt: skip
-    assert (one.id, one.response, "episode" in one.info) == ("g/0", "call 1", False)
+    assert (one.id, one.response, one.episode is not None) == ("g/0", "call 1", False)
 
 
 def test_every_token_keeps_the_version_that_sampled_it() -> None:
@@ -145,7 +145,7 @@ def test_a_shared_turn_counts_in_the_first_branch_alone() -> None:
     for one, call_ in ((first, "call 1"), (second, "call 2")):
         assert [turn.text for turn in one.turns] == ["prompt 0", "call 0", str(one.token_ids[2]), call_]
         assert (one.prompt, one.response) == ("prompt 0", call_)
-    assert first.info["episode"] == second.info["episode"] == "g/0"
+    assert first.episode == second.episode == "g/0"
 
 
 def test_answers_to_the_same_prompt_are_branches() -> None:
@@ -162,8 +162,8 @@ def test_steps_and_temperatures_are_experiences_of_their_own() -> None:
     call(recorder, [1, 2], [3])
     call(recorder, [1, 2, 3], [4], heat=0.5)
     first, second, third = experiences(recorder)
-    assert (first.info["step_reward"], first.info["anchor"]) == (0.25, "start")
-    assert second.info["step_reward"] == 0.0
+    assert (first.step_reward, first.anchor) == (0.25, "start")
+    assert second.step_reward == 0.0
     assert [one.temperature for one in (second, third)] == [1.0, 0.5]
 
 
@@ -221,7 +221,7 @@ def test_a_branch_has_the_latest_reward_of_its_calls_and_is_then_a_rollout_of_it
     first.reward, second.reward, other.reward = 0.25, 0.75, 0.0
     found = experiences(recorder)
     assert [one.reward for one in found] == [0.75, 0.0, None]
-    assert [one.info["episode"] for one in found] == ["g/0.0", "g/0.1", "g/0"]
+    assert [one.episode for one in found] == ["g/0.0", "g/0.1", "g/0"]
     assert [one.info["branch"] for one in found] == [0, 1, 2]
 
 
@@ -256,9 +256,9 @@ def test_a_steps_reward_is_its_last_experiences_and_goes_to_the_one_before_where
     recorder.end_step(1.0, "b")
     call(recorder, [5], [6])  # of a step that did not end
     found = experiences(recorder)
-    assert [one.info["step_reward"] for one in found] == [0.0, 0.75, 1.0, 0.0]
-    assert [one.info.get("anchor") for one in found] == ["a", "a", "b", None]
-    assert {one.info["episode"] for one in found} == {"g/0"}
+    assert [one.step_reward for one in found] == [0.0, 0.75, 1.0, 0.0]
+    assert [one.anchor for one in found] == ["a", "a", "b", None]
+    assert {one.episode for one in found} == {"g/0"}
 
 
 def test_rewards_before_the_first_experience_are_the_first_ones() -> None:
@@ -269,7 +269,7 @@ def test_rewards_before_the_first_experience_are_the_first_ones() -> None:
     call(recorder, [3], [4])
     recorder.end_step(1.0, None)
     first, second = experiences(recorder)
-    assert (first.info["step_reward"], second.info["step_reward"]) == (0.75, 1.0)
+    assert (first.step_reward, second.step_reward) == (0.75, 1.0)
 
 
 def test_a_branch_with_a_reward_of_its_own_takes_none_of_the_steps_rewards() -> None:
@@ -277,19 +277,19 @@ def test_a_branch_with_a_reward_of_its_own_takes_none_of_the_steps_rewards() -> 
     call(recorder, [1], [2])
     call(recorder, [3], [4]).reward = 0.125
     recorder.end_step(0.5, None)
-    assert [one.info["step_reward"] for one in experiences(recorder)] == [0.5, 0.0]
+    assert [one.step_reward for one in experiences(recorder)] == [0.5, 0.0]
     alone = Recorder()
     call(alone, [1], [2]).reward = 0.125
     alone.end_step(0.5, None)
     [one] = experiences(alone)
-    assert (one.info["step_reward"], one.info["episode"], one.info["branch"]) == (0.0, "g/0.0", 0)
+    assert (one.step_reward, one.episode, one.info["branch"]) == (0.0, "g/0.0", 0)
 
 
 def test_without_steps_there_are_no_rewards_of_steps() -> None:
     recorder = Recorder()
     call(recorder, [1], [2])
     call(recorder, [3], [4])
-    assert not any("step_reward" in one.info or "anchor" in one.info for one in experiences(recorder))
+    assert not any(one.step_reward is not None or one.anchor is not None for one in experiences(recorder))
 
 
 @st.composite

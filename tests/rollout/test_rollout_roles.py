@@ -76,7 +76,7 @@ def test_each_role_is_scored_by_its_rewards_and_those_of_all(tmp_path: Path) -> 
     found = load_experiences(tmp_path / "run")
     by_role: dict[str, list[Experience]] = {"proposer": [], "solver": []}
     for each in found:
-        by_role[each.info["role"]].append(each)
+        by_role[each.role].append(each)
     assert len(by_role["proposer"]) == len(by_role["solver"]) == 16
     for each in by_role["proposer"]:
         length = len(each.response)
@@ -135,10 +135,10 @@ def test_a_workflow_returns_a_reward_for_each_role() -> None:
         return {"white": 1.0, "black": {"legal": 0.25, "won": 0.0}}
 
     found = rolled_out(solve)
-    assert [(one.info["role"], one.reward, one.reward_parts) for one in found] == [
+    assert [(one.role, one.reward, one.reward_parts) for one in found] == [
         ("white", 1.0, {"white": 1.0}), ("black", 0.25, {"legal": 0.25, "won": 0.0}), ("white", 1.0, {"white": 1.0}),
     ]  # fmt: skip
-    assert found[0].info["episode"] == found[2].info["episode"] != found[1].info["episode"]
+    assert found[0].episode == found[2].episode != found[1].episode
 
 
 def test_a_role_that_does_not_play_needs_no_replies_and_none_is_no_reward() -> None:
@@ -148,7 +148,7 @@ def test_a_role_that_does_not_play_needs_no_replies_and_none_is_no_reward() -> N
 
     [one] = rolled_out(solve, white={}, black={})
     assert one.reward is None
-    assert "rejected" not in one.info
+    assert one.rejected is None
 
 
 def test_a_rollout_without_a_reward_for_any_role_is_rejected() -> None:
@@ -156,7 +156,7 @@ def test_a_rollout_without_a_reward_for_any_role_is_rejected() -> None:
         await each_moves(policy)
         return {"white": None, "black": None}
 
-    assert [one.info["rejected"] for one in rolled_out(solve)] == ["none"] * 3
+    assert [one.rejected for one in rolled_out(solve)] == ["none"] * 3
 
 
 def test_a_mapping_without_roles_is_the_parts_of_one_reward_for_all() -> None:

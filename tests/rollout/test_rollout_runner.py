@@ -71,9 +71,9 @@ def test_a_first_branch_with_a_reward_of_its_own_is_another_rollout_than_the_res
 
     first, *rest = rolled_out(solve)
     assert [one.reward for one in (first, *rest)] == [1.0, 0.25, 0.25]
-    assert {one.info["episode"] for one in rest}.isdisjoint({first.info["episode"]})
-    assert len({one.info["episode"] for one in rest}) == 1
-    assert [one.info["step_reward"] for one in (first, *rest)] == [1.0, 0.0, 0.25]
+    assert {one.episode for one in rest}.isdisjoint({first.episode})
+    assert len({one.episode for one in rest}) == 1
+    assert [one.step_reward for one in (first, *rest)] == [1.0, 0.0, 0.25]
 
 
 def test_what_the_workflow_returns_belongs_to_the_last_branch_without_a_reward_of_its_own() -> None:
@@ -82,7 +82,7 @@ def test_what_the_workflow_returns_belongs_to_the_last_branch_without_a_reward_o
         policy.reward(await policy.complete("b"), 1.0)
         return 0.25
 
-    assert [one.info["step_reward"] for one in rolled_out(solve)] == [0.25, 1.0]
+    assert [one.step_reward for one in rolled_out(solve)] == [0.25, 1.0]
 
 
 def test_repetition_costs_the_branch_that_repeats() -> None:
@@ -92,7 +92,7 @@ def test_repetition_costs_the_branch_that_repeats() -> None:
         return 0.0
 
     found = rolled_out(solve, repetition={"penalty": 0.5})
-    assert [one.reward for one in found] == [one.info["step_reward"] for one in found] == [0.0, 0.5, 2.0]
+    assert [one.reward for one in found] == [one.step_reward for one in found] == [0.0, 0.5, 2.0]
     assert [one.reward_parts["rollout/repetition"] for one in found] == [0.0, -0.5, 0.0]
 
 
@@ -110,9 +110,9 @@ def test_the_rewards_of_steps_add_up_whatever_a_step_consists_of() -> None:
         return 8.0
 
     found = rolled_out(solve, repetition={"penalty": 16.0})
-    assert [one.info["step_reward"] for one in found] == [0.5, 3.0, 4.0 + 8.0 - 16.0]
+    assert [one.step_reward for one in found] == [0.5, 3.0, 4.0 + 8.0 - 16.0]
     assert {one.reward for one in found} == {-0.5}
-    assert [one.info.get("anchor") for one in found] == ["here", "here", None]
+    assert [one.anchor for one in found] == ["here", "here", None]
 
 
 def test_a_forked_rollout_without_a_verdict_has_no_step_rewards() -> None:
@@ -123,7 +123,7 @@ def test_a_forked_rollout_without_a_verdict_has_no_step_rewards() -> None:
 
     for one in rolled_out(solve):
         assert one.reward is None
-        assert "step_reward" not in one.info
+        assert one.step_reward is None
 
 
 @pytest.mark.parametrize(
@@ -190,12 +190,12 @@ async def _debate(task: Task, policy: Policy) -> float:
 def test_each_role_has_experiences_an_episode_and_a_reward_of_its_own() -> None:
     """Although the solver's prompt continues the proposer's tokens, they are no experience of the solver's."""
     found = rolled_out(_debate)
-    assert [(one.info["role"], one.reward) for one in found] == [("proposer", 3.0), ("solver", 0.5), ("solver", 0.5)]
+    assert [(one.role, one.reward) for one in found] == [("proposer", 3.0), ("solver", 0.5), ("solver", 0.5)]
     assert [int(one.action_mask.sum()) for one in found] == [1, 1, 1]
-    first, *rest = [one.info["episode"] for one in found]
+    first, *rest = [one.episode for one in found]
     assert len(set(rest)) == 1
     assert first not in rest
-    assert [one.info["step_reward"] for one in found] == [3.0, 0.0, 0.5]
+    assert [one.step_reward for one in found] == [3.0, 0.0, 0.5]
 
 
 def test_roles_without_rewards_are_separate_episodes_with_the_workflows() -> None:
@@ -205,10 +205,10 @@ def test_roles_without_rewards_are_separate_episodes_with_the_workflows() -> Non
         return 0.25
 
     found = rolled_out(solve)
-    assert [(one.info["role"], one.reward, one.info["step_reward"]) for one in found] == [
+    assert [(one.role, one.reward, one.step_reward) for one in found] == [
         ("white", 0.25, 0.25), ("black", 0.25, 0.25),
     ]  # fmt: skip
-    assert len({one.info["episode"] for one in found}) == 2
+    assert len({one.episode for one in found}) == 2
 
 
 def test_a_role_is_one_object_and_draws_other_numbers_than_another() -> None:

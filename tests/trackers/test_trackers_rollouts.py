@@ -49,6 +49,12 @@ def experiences(draw: st.DrawFn) -> Experience:
         response=draw(st.text(st.characters(exclude_categories=[]))),
         timings=draw(st.dictionaries(st.text(), finite, max_size=3)),
         info=draw(st.dictionaries(st.text(), json_values, max_size=3)),
+        role=draw(st.none() | st.text()),
+        episode=draw(st.none() | st.text()),
+        anchor=draw(st.none() | st.text()),
+        step_reward=draw(st.none() | st.floats()),
+        greedy_reward=draw(st.none() | st.floats()),
+        rejected=draw(st.none() | st.text()),
         advantage=draw(st.none() | floats),
     )
 

@@ -84,9 +84,9 @@ def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOpt
     batch = make_batch(seed=seed, demonstrations=3 if options.uses_demonstrations else 0)
     for e in batch:
         index = int(e.id.rpartition("-")[2])
-        e.info = {"greedy_reward": 0.25, "anchor": f"state {index // 2}"}
+        e.greedy_reward, e.anchor = 0.25, f"state {index // 2}"
         if _compares_steps(options):
-            e.info["episode"] = f"{e.group}/{index % 2}"
+            e.episode = f"{e.group}/{index % 2}"
         e.reward_parts = {"exact": e.reward, "format": float(index == 3)}
         if isinstance(options, SelfDistill) and index != 1:
             e.teacher_prompt = np.arange(2, 5 + 3 * index, dtype=np.int32)
@@ -106,9 +106,9 @@ def uneven_batch_for(make_batch: Callable[..., list[Experience]], options: Algor
         index, level = int(e.id.rpartition("-")[2]), float(rng.choice([-0.5, 0.0, 0.3, 1.0]))
         e.reward = 0.3 if e.group == "g0" else {0: -0.5, 1: 1.0}.get(index, level)
         e.reward_parts = {"exact": float(e.reward > 0), "format": index % 2 * float(e.group != "g0"), "shown": level}
-        e.info = {"greedy_reward": 0.25 * int(e.group[1:]), "anchor": f"state {index % 2}"}
+        e.greedy_reward, e.anchor = 0.25 * int(e.group[1:]), f"state {index % 2}"
         if _compares_steps(options):
-            e.info["episode"] = f"{e.group}/{'000112'[index]}"
+            e.episode = f"{e.group}/{'000112'[index]}"
         if e.id == "g2-5":
             e.reward, e.reward_parts = None, {}
     return batch

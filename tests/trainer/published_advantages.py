@@ -166,7 +166,7 @@ def parts(c: Case) -> list[float]:
 
 
 def _episodes(c: Case) -> list[str]:
-    return [e.info["episode"] for e in c.batch]
+    return [e.episode for e in c.batch]
 
 
 def _per_episode(c: Case, rewards: dict[str, float]) -> list[float]:
@@ -187,7 +187,7 @@ def group_in_group(c: Case) -> list[float]:
     steps = {name: [i for i, other in enumerate(episodes) if other == name] for name in dict.fromkeys(episodes)}
     following = [[j for j in steps[name] if j >= i] for i, name in enumerate(episodes)]
     returns = [sum(0.95**k * r[j] for k, j in enumerate(later)) for later in following]
-    by_state = normalised(returns, [(e.group, e.info["anchor"]) for e in c.batch])
+    by_state = normalised(returns, [(e.group, e.anchor) for e in c.batch])
     by_episode = _per_episode(c, {name: sum(r[i] for i in own) for name, own in steps.items()})
     return [a + b for a, b in zip(by_episode, by_state, strict=True)]
 

@@ -53,9 +53,9 @@ def _likelihood(c: Case, advantages: Numbers) -> Lists:
 def _against_greedy(c: Case) -> Lists:
     """Experiences without a greedy reward are left out."""
     known = [
-        (r, e.info["greedy_reward"], lp)
+        (r, e.greedy_reward, lp)
         for r, e, lp in zip(adv.rewards_of(c), c.batch, c.own, strict=True)
-        if "greedy_reward" in e.info
+        if e.greedy_reward is not None
     ]
     return [-(r - greedy) * lp for r, greedy, lp in known]
 
@@ -300,13 +300,13 @@ def _surrogate_mean(c: Case) -> Tensor:
 def _one_reward_per_episode(batch: list[Experience]) -> None:
     first: dict[str, float | None] = {}
     for e in sorted(batch, key=lambda e: e.id):
-        e.reward = first.setdefault(e.info["episode"], e.reward)
+        e.reward = first.setdefault(e.episode, e.reward)
 
 
 def _without_a_greedy_reward(batch: list[Experience]) -> None:
     for e in batch:
         if e.group == "g1":
-            del e.info["greedy_reward"]
+            e.greedy_reward = None
 
 
 def _without_a_part(batch: list[Experience]) -> None:

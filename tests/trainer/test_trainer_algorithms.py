@@ -63,7 +63,7 @@ def test_equal_rewards_move_nothing_where_the_loss_follows_the_advantage(toy: An
     )
     assert trainer.step(moving, 0)["updates"] == 1
     for e in uniform:
-        e.reward, e.reward_parts, e.info["greedy_reward"] = 0.1, {"exact": 0.1, "format": 0.3}, 0.1
+        e.reward, e.reward_parts, e.greedy_reward = 0.1, {"exact": 0.1, "format": 0.3}, 0.1
     before = flat(trainer.model)
     metrics = trainer.step(uniform, 1)
     assert torch.equal(flat(trainer.model), before)

@@ -62,8 +62,8 @@ def test_kl_in_the_reward_of_a_rollout_is_that_of_all_its_experiences(toy: Any, 
     advantage = {"name": "gigpo", "weight": 0, "scale": "none"} if name == "gigpo" else "mean_baseline"
     for own in groups.values():
         for number in own:
-            batch[number].reward, batch[number].info = 0.0, {"step_reward": 0.0}
-            batch[number].info["episode"] = (batch[number].group, number == own[-1])
+            batch[number].reward, batch[number].step_reward = 0.0, 0.0
+            batch[number].episode = (batch[number].group, number == own[-1])
     trainer_of(model, options_of(name, kl=kl, advantage=advantage), reference=reference).step(batch, 0)
     for own in groups.values():
         first, last = sum(penalties[number] for number in own[:-1]), penalties[own[-1]]

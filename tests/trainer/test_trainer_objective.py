@@ -147,7 +147,7 @@ def test_advantages_compare_the_same_role_of_a_group_alone() -> None:
     """A mean over both roles, 0.75, would make every proposer's advantage positive."""
     batch = [made("e0", "g", 1, 2.0), made("e1", "g", 1, 0.25), made("e2", "g", 1, 1.0), made("e3", "g", 1, -0.25)]
     for each, role in zip(batch, ("proposer", "solver") * 2, strict=True):
-        each.info["role"] = role
+        each.role = role
     compute_advantages(batch, build_token_table(batch, CPU), recipe_of("dr_grpo"))
     assert advantages(batch) == [[0.5], [0.25], [-0.5], [-0.25]]
 
@@ -190,14 +190,14 @@ def test_distillation_counts_every_completion_whatever_its_reward() -> None:
 def test_steps_of_an_episode_have_its_advantage_and_rollouts_of_one_group_are_compared() -> None:
     batch = batch_of((1, 1, 1, 1), (1.0, 1.0, 0.0, None))
     for each, episode in zip(batch, "aabc", strict=True):
-        each.info["episode"], each.group = episode, "g"
+        each.episode, each.group = episode, "g"
     compute_advantages(batch, build_token_table(batch, CPU), recipe_of("dr_grpo"))
     assert advantages(batch) == [[0.5], [0.5], [-0.5], [0.0]]
 
 
 def test_a_completion_without_the_greedy_ones_reward_does_not_count() -> None:
     batch = batch_of((1, 1), (1.0, 0.5))
-    batch[0].info["greedy_reward"] = 0.75
+    batch[0].greedy_reward = 0.75
     judgement = compute_advantages(batch, build_token_table(batch, CPU), recipe_of("remax"))
     assert advantages(batch) == [[0.25], [0.0]]
     assert judgement.counted.tolist() == [True, False]
@@ -216,7 +216,7 @@ def test_gigpo_compares_steps_in_the_same_state_of_the_same_group() -> None:
     batch = batch_of((1, 1, 1, 1), (1.0, 1.0, 0.0, 0.0))
     for each, (episode, anchor) in zip(batch, ("as", "at", "bs", "bu"), strict=True):
         each.group = "g"
-        each.info |= {"episode": episode, "anchor": anchor, "step_reward": float(anchor == "t")}
+        each.episode, each.anchor, each.step_reward = episode, anchor, float(anchor == "t")
     recipe = recipe_of("gigpo", advantage={"gamma": 0.5, "scale": "none", "weight": 1.0})
     compute_advantages(batch, build_token_table(batch, CPU), recipe)
     # episodes: 1 and 0; in state s the returns are 1/2 and 0, in t and u there is nothing to compare with
@@ -236,7 +236,7 @@ def test_rewards_that_float32_cannot_tell_apart_are_compared() -> None:
     batch = batch_of((1, 1), (1.0, near))
     compute_advantages(batch, build_token_table(batch, CPU), recipe_of("dr_grpo"))
     assert advantages(batch) == [[2.0**-31], [-(2.0**-31)]]
-    batch[0].info["greedy_reward"] = near
+    batch[0].greedy_reward = near
     compute_advantages(batch, build_token_table(batch, CPU), recipe_of("remax"))
     assert advantages(batch) == [[2.0**-30], [0.0]]
 
@@ -287,7 +287,7 @@ def test_a_kl_in_the_reward_of_an_episode_is_that_of_all_its_steps() -> None:
     """And it is taken off the reward of the step that it arises in."""
     batch = batch_of((1, 1, 1, 1), (1.0, 1.0, 0.0, 0.0))
     for each, episode in zip(batch, "aabb", strict=True):
-        each.group, each.info = "g", {"episode": episode, "step_reward": each.reward / 2}
+        each.group, each.episode, each.step_reward = "g", episode, each.reward / 2
     compute_advantages(
         batch, build_token_table(batch, CPU), recipe_of("dr_grpo", **KL), scored(batch), kl_coefficient=1.0
     )

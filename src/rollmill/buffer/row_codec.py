@@ -25,6 +25,8 @@ from rollmill.types import (
     StopReason,
     Task,
     Turn,
+    fields_of_info,
+    stored_info,
 )
 
 # Arrays of a group are concatenated and stored as little-endian bytes, exactly; flags and versions as run lengths.
@@ -153,6 +155,7 @@ def decode_experience_columns(row: Any) -> list[Experience]:
 def encode_experience_body(experience: Experience) -> str:
     """Everything but arrays, as JSON; expert routing, which few models have, in base64."""
     body = {name: getattr(experience, name) for name in _PLAIN}
+    body["info"] = stored_info(experience)
     if (routing := encode_routing(experience.routing)) is not None:
         body["routing"] = routing
     body["turns"] = [[turn.role, turn.start, turn.end, _shared(turn.text, experience)] for turn in experience.turns]
@@ -172,7 +175,7 @@ def _experience(values: dict[str, Any], arrays: dict[str, Any]) -> Experience:
     ]
     values["routing"] = decode_routing(values.get("routing"))
     values["source"], values["stop_reason"] = ExperienceSource(values["source"]), StopReason(values["stop_reason"])
-    return Experience(**values, turns=turns, **arrays)
+    return Experience(**values | fields_of_info(values["info"]), turns=turns, **arrays)
 
 
 def encode_group(group: Group, inside: TableRow) -> TableRow:

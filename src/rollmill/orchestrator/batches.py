@@ -26,7 +26,6 @@ from rollmill.orchestrator.scheduler import RolloutScheduler, accepted
 from rollmill.orchestrator.state import StageState
 from rollmill.pipelines import Pipeline, PipelineContext
 from rollmill.pipelines.batch import copy_experience
-from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.trackers.trace import Trace
 from rollmill.types import Experience, Task, first_per_rollout, most_varied_rewards
 
@@ -192,7 +191,7 @@ class RolloutBatches:
         """Verify a group; return whether any of it is left. A group that is too stale counts as left, not as wasted."""
         experiences = accepted(group)
         if not experiences:
-            self._rejected.append([each.info[REJECTION_REASON_KEY] for each in group])
+            self._rejected.append([each.rejected for each in group if each.rejected is not None])
             return False
         self._observe(experiences)
         if self._is_late(experiences, version):

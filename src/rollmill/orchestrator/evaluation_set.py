@@ -15,7 +15,7 @@ from rollmill.rollout.base import RolloutGenerator
 from rollmill.rollout.served_model import COMPLETION_TOKENS_KEY
 from rollmill.seeds import derive_seed
 from rollmill.trackers.estimators import IntervalEstimate, maj_at_k, mean_over_tasks, pass_at_k
-from rollmill.types import ROLE_KEY, Experience, Task, rollout_id
+from rollmill.types import Experience, Task, rollout_id
 from rollmill_grading.extraction import normalize_vote
 
 RolloutGuard = Callable[[Coroutine[Any, Any, list[Experience]]], Coroutine[Any, Any, list[Experience]]]
@@ -212,7 +212,7 @@ class SetEvaluator:
         """The n rollouts of a group. One without an experience has no reward; of several roles one counts."""
         rollouts: dict[str, list[Experience]] = {}
         for each in group:
-            name = rollout_id(each) if ROLE_KEY in each.info else each.info.get("episode", each.id)
+            name = rollout_id(each) if each.role is not None else each.episode or each.id
             rollouts.setdefault(name, []).append(each)
         rollouts = {name: chosen for name, own in rollouts.items() if (chosen := self._of_one_role(own))}
         place = self._section.answer if self._section.k else None
@@ -227,8 +227,8 @@ class SetEvaluator:
         return made + [Attempt(None, 0)] * (n - len(made))
 
     def _of_one_role(self, rollout: Sequence[Experience]) -> list[Experience]:
-        role = self._section.role or rollout[-1].info.get(ROLE_KEY)
-        return [each for each in rollout if each.info.get(ROLE_KEY) == role]
+        role = self._section.role or rollout[-1].role
+        return [each for each in rollout if each.role == role]
 
 
 def merged_metrics(results: Sequence[SetResult]) -> dict[str, float]:

@@ -11,7 +11,6 @@ from rollmill.errors import RewardError
 from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.trackers.trace import REWARD, Span, max_queue_depth
 from rollmill.types import (
-    ROLE_KEY,
     Experience,
     ExperienceSource,
     StopReason,
@@ -126,8 +125,8 @@ def role_metrics(experiences: list[Experience]) -> dict[str, float]:
     """Mean reward and number of rollouts of each role in a batch, as role/NAME/KEY; nothing without roles."""
     by_role: dict[str, list[Experience]] = {}
     for each in experiences:
-        if each.source is ExperienceSource.ROLLOUT and REPLAYED not in each.info and ROLE_KEY in each.info:
-            by_role.setdefault(each.info[ROLE_KEY], []).append(each)
+        if each.source is ExperienceSource.ROLLOUT and REPLAYED not in each.info and each.role is not None:
+            by_role.setdefault(each.role, []).append(each)
     metrics: dict[str, float] = {}
     for name, own in by_role.items():
         rollouts = first_per_rollout(own)

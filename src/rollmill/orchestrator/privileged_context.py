@@ -11,7 +11,7 @@ from rollmill.config.algorithms.distillation import SelfDistill
 from rollmill.data import encode_privileged_prompt
 from rollmill.data.picture_prompts import PicturePrompt
 from rollmill.data.template import PromptTemplate
-from rollmill.types import ROLE_KEY, Experience, IntArray, Task, split_reasoning
+from rollmill.types import Experience, IntArray, Task, split_reasoning
 
 
 class PrivilegedContext:
@@ -37,11 +37,11 @@ class PrivilegedContext:
         """
         groups: dict[tuple[str, object], list[Experience]] = {}
         for each in experiences:
-            groups.setdefault((each.group, each.info.get(ROLE_KEY)), []).append(each)
+            groups.setdefault((each.group, each.role), []).append(each)
         lengths: list[int] = []
         for each in experiences:
             task = self._tasks.get(each.task_id)
-            context = None if task is None else self._context(each, task, groups[each.group, each.info.get(ROLE_KEY)])
+            context = None if task is None else self._context(each, task, groups[each.group, each.role])
             known = None if task is None or context is None else self._prompt(each, task, context)
             each.teacher_prompt, each.teacher_pictures = known or (None, None)
             if each.teacher_prompt is not None:

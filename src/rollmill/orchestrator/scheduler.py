@@ -33,7 +33,6 @@ from rollmill.orchestrator.partial_rollouts import (
 )
 from rollmill.orchestrator.state import StageState
 from rollmill.rollout.base import ExplorerProtocol
-from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.seeds import derive_seed
 from rollmill.trackers.rollout_log import decode_experience, encode_experience
 from rollmill.types import Experience, Task
@@ -316,7 +315,7 @@ class _StartedGroup(NamedTuple):
 
 def accepted(group: Sequence[Experience]) -> list[Experience]:
     """The experiences of a group, without rejected rollouts."""
-    return [each for each in group if REJECTION_REASON_KEY not in each.info]
+    return [each for each in group if each.rejected is None]
 
 
 async def _interrupt(engine: InterruptibleEngine, queue: GroupQueue) -> None:

@@ -58,7 +58,7 @@ class ExplorerProtocol(RolloutGenerator, Protocol):
         generated: OnGenerated | None = None,
         with_greedy: bool = False,
     ) -> list[Experience]:
-        """With `with_greedy` each experience's info has the reward of a greedy rollout."""
+        """With `with_greedy` each experience has the reward of a greedy rollout."""
         ...
 
     async def part(

@@ -100,7 +100,7 @@ class Explorer:
         Args:
             seed: seed of the rollouts, together with their index.
             group: id of the group of experiences that are compared with each other.
-            with_greedy: each experience's info has the reward of the task's greedy rollout, `greedy_reward`.
+            with_greedy: each experience has the reward of the task's greedy rollout, `greedy_reward`.
                 `generated` is called once that has its tokens, too: both are by the same weights.
 
         Raises:
@@ -127,7 +127,7 @@ class Explorer:
             ]
         )
         for experience in experiences:
-            experience.info["greedy_reward"] = baseline[0].reward if baseline else None
+            experience.greedy_reward = baseline[0].reward if baseline else None
         return experiences
 
     async def _group(

@@ -105,7 +105,7 @@ class Policy:
     def role(self, name: str) -> Policy:
         """Return the same model in a role, such as proposer or solver; the same object for the same name.
 
-        Its calls become experiences of their own, with the role in `info`: advantages compare them with those of the
+        Its calls become experiences of their own, with the role: advantages compare them with those of the
         same role in the group, and never with another role's. The workflow returns each role's reward, as a mapping of
         their names, or one for all; a branch may have its own (`reward`).
 

@@ -16,7 +16,6 @@ import numpy as np
 from rollmill.data.picture_turns import PictureTurn, describe_turns
 from rollmill.progress import Progress, count_progress
 from rollmill.types import (
-    ROLE_KEY,
     Completion,
     Experience,
     IntArray,
@@ -114,9 +113,9 @@ class Recorder:
         if len(made) > 1 or self.steps:
             for number, experience in enumerate(made):
                 alone = experience.reward is not None
-                role = experience.info.get(ROLE_KEY)
-                shared = id if role is None else f"{id}@{role}"
-                experience.info |= {"episode": f"{id}.{number}" if alone else shared, "branch": number}
+                shared = id if experience.role is None else f"{id}@{experience.role}"
+                experience.episode = f"{id}.{number}" if alone else shared
+                experience.info["branch"] = number
         self._set_step_info(made, steps)
         return made
 
@@ -127,15 +126,15 @@ class Recorder:
         """
         for experience, number in zip(made, steps, strict=True):
             if self.steps:
-                experience.info["step_reward"] = 0.0
+                experience.step_reward = 0.0
             if number < len(self.steps) and (anchor := self.steps[number].anchor) is not None:
-                experience.info["anchor"] = anchor
+                experience.anchor = anchor
         shared = [at for at, experience in enumerate(made) if experience.reward is None]
         begun = [steps[at] for at in shared]
         for number, step in enumerate(self.steps):
             if shared and step.reward is not None:
                 last = shared[max(bisect_right(begun, number) - 1, 0)]
-                made[last].info["step_reward"] += step.reward
+                made[last].step_reward = (made[last].step_reward or 0.0) + step.reward
 
     def _parents(self) -> list[int | None]:
         """For each call, the longest earlier call that it continues, the latest of equal ones."""
@@ -198,8 +197,8 @@ class Recorder:
             response=last.completion.text,
             reward=next((call.reward for call in reversed(calls) if call.reward is not None), None),
             timings=_timings([call.completion for call in calls]),
+            role=last.role,
             info=({REPETITION_KEY: True} if repeated else {})
-            | ({} if last.role is None else {ROLE_KEY: last.role})
             | ({} if last.turns is None else describe_turns(last.turns))
             | reply_info(last.completion, first.prompt)
             | drafted,

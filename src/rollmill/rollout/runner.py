@@ -21,7 +21,7 @@ from rollmill.rollout.recorder import REPETITION_KEY, Recorder
 from rollmill.rollout.workflow import Rollout, RolloutResult, Workflow
 from rollmill.seeds import derive_seed
 from rollmill.trackers.trace import REWARD, Trace
-from rollmill.types import ROLE_KEY, Experience, Task, split_by_role
+from rollmill.types import Experience, Task, split_by_role
 from rollmill.waiting import patient_timeout
 
 FAILURE_TIMEOUT, FAILURE_ENVIRONMENT, FAILURE_CONTEXT, FAILURE_WORKFLOW = "late", "environment", "context", "workflow"
@@ -148,8 +148,6 @@ def _flatten_errors(error: BaseException) -> list[BaseException]:
 
 
 REPETITION_PENALTY = "rollout/repetition"  #: reward part: the repetition penalty
-REJECTION_REASON_KEY = "rejected"
-"""Key of `info` of a rejected rollout's experiences: the reason."""
 RETRY_STREAM = 0x7E7  # keeps random numbers of a rollout's attempts apart
 
 
@@ -244,14 +242,14 @@ class WorkflowRunner:
         if outcome.rejected is not None:
             for experience in experiences:
                 experience.reward, experience.reward_parts = None, {}
-                experience.info[REJECTION_REASON_KEY] = outcome.rejected
+                experience.rejected = outcome.rejected
             return experiences
         alone = [each for each in experiences if each.reward is not None]  # rewards set by the workflow
         shared = [each for each in experiences if each.reward is None]
         for experience in alone:
             assert experience.reward is not None
             experience.reward_parts = {self._attempts.name: experience.reward}
-            experience.info["step_reward"] = experience.reward
+            experience.step_reward = experience.reward
         by_role = split_by_role(shared)
         for branches in by_role:
             result = self._result_of(rollout, outcome, branches)
@@ -271,7 +269,7 @@ class WorkflowRunner:
 
         Raises WorkflowError: the workflow returned rewards of other roles only.
         """
-        role, judged = branches[0].info.get(ROLE_KEY), outcome.judgement
+        role, judged = branches[0].role, outcome.judgement
         if role is not None and role in outcome.roles:
             return outcome.roles[role]
         is_others = judged is not None and judged.role != role and bool(self._rewards.roles)
@@ -294,11 +292,11 @@ def _reward(experiences: Sequence[Experience], recorder: Recorder, outcome: Roll
         experience.reward = reward
         experience.reward_parts = {**outcome.parts, "steps": sum(steps)} if steps else dict(outcome.parts)
         if reward is None:
-            experience.info.pop("step_reward", None)
+            experience.step_reward = None
         elif forked:
-            experience.info.setdefault("step_reward", 0.0)
-    if experiences and "step_reward" in experiences[-1].info:
-        experiences[-1].info["step_reward"] += outcome.reward or 0.0
+            experience.step_reward = experience.step_reward or 0.0
+    if experiences and experiences[-1].step_reward is not None:
+        experiences[-1].step_reward += outcome.reward or 0.0
 
 
 def apply_repetition_penalty(experiences: Sequence[Experience], sampling: SamplingConfig, repeated: bool) -> None:
@@ -314,8 +312,8 @@ def apply_repetition_penalty(experiences: Sequence[Experience], sampling: Sampli
         if experience.reward is not None:
             experience.reward += value
             experience.reward_parts[REPETITION_PENALTY] = value
-    if experiences and "step_reward" in experiences[-1].info:
-        experiences[-1].info["step_reward"] += value
+    if experiences and experiences[-1].step_reward is not None:
+        experiences[-1].step_reward += value
 
 
 def trace_reward_result(trace: Trace | None, result: RewardResult) -> None:

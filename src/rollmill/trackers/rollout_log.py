@@ -14,7 +14,17 @@ import numpy as np
 
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.files import atomic_write, explain_write_errors, sync, to_jsonable
-from rollmill.types import STORED_FIELDS, Experience, ExperienceSource, FloatArray, RoutingArray, StopReason, Turn
+from rollmill.types import (
+    STORED_FIELDS,
+    Experience,
+    ExperienceSource,
+    FloatArray,
+    RoutingArray,
+    StopReason,
+    Turn,
+    fields_of_info,
+    stored_info,
+)
 
 _DETAILS = {"trainer_logprobs": 8, "entropy": 5}
 """Fields set by the trainer, and the digits that are stored."""
@@ -29,6 +39,7 @@ def encode_experience(experience: Experience, *, routing: bool = False) -> dict[
         routing: include the expert routing, which only a trainer can use.
     """
     row = {name: getattr(experience, name) for name in STORED_FIELDS}
+    row["info"] = stored_info(experience)
     if routing and experience.routing is not None:
         row["routing"] = encode_routing(experience.routing)
     row["token_ids"] = experience.token_ids.tolist()
@@ -44,7 +55,7 @@ def encode_experience(experience: Experience, *, routing: bool = False) -> dict[
 
 def decode_experience(row: dict[str, Any]) -> Experience:
     """Inverse of `encode_experience`."""
-    known = {name: row[name] for name in STORED_FIELDS}
+    known = {name: row[name] for name in STORED_FIELDS} | fields_of_info(row["info"])
     known["routing"] = decode_routing(row.get("routing"))
     known["token_ids"] = np.array(row["token_ids"], np.int32)
     known["action_mask"] = np.array(row["action_mask"], np.bool_)

@@ -21,7 +21,7 @@ from rollmill.algorithms.recipe import AdvantageInputs, LossInputs, LossTerm, Ma
 from rollmill.algorithms.token_advantages import reward_at_last_token
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.kto_baseline import KTOBaselineBatch
-from rollmill.types import ROLE_KEY, Experience, ExperienceSource, task_domain
+from rollmill.types import Experience, ExperienceSource, task_domain
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ def _reward_inputs(experiences: list[Experience], rewards: Tensor, lengths: Tens
     parts = dict.fromkeys(name for e in experiences for name in e.reward_parts)
     return AdvantageInputs(
         rewards=rewards,
-        groups=number([(e.group, e.info.get(ROLE_KEY)) for e in experiences]),
+        groups=number([(e.group, e.role) for e in experiences]),
         lengths=lengths.cpu(),
-        episodes=number([e.info.get("episode", (i,)) for i, e in enumerate(experiences)]),
-        anchors=number([e.info.get("anchor", (e.group, e.info.get(ROLE_KEY))) for e in experiences]),
-        greedy_rewards=column([e.info.get("greedy_reward") for e in experiences]),
-        step_rewards=column([e.info.get("step_reward", e.reward) for e in experiences]),
+        episodes=number([(i,) if e.episode is None else e.episode for i, e in enumerate(experiences)]),
+        anchors=number([(e.group, e.role) if e.anchor is None else e.anchor for e in experiences]),
+        greedy_rewards=column([e.greedy_reward for e in experiences]),
+        step_rewards=column([e.reward if e.step_reward is None else e.step_reward for e in experiences]),
         parts={name: column([e.reward_parts.get(name) for e in experiences]) for name in parts},
     )
 

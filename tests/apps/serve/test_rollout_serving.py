@@ -121,7 +121,7 @@ def test_edited_history_forks_and_shared_turns_count_once(site: Running) -> None
     ask(model="", messages=[*HI, {"role": "assistant", "content": "edited"}, {"role": "user", "content": "c"}])
     experiences = committed(site, "fork")
     assert [int(one.action_mask.sum()) for one in experiences] == [32, 16, 16]
-    assert len({one.info["episode"] for one in experiences}) == 1
+    assert len({one.episode for one in experiences}) == 1
     assert len({one.id for one in experiences}) == 3
 
 

@@ -178,7 +178,7 @@ class SessionStore:
             experience.reward, experience.reward_parts = session.reward, dict(session.parts)
             experience.info |= {"session": session.id, "client": session.owner}
             if len(made) > 1:
-                experience.info["step_reward"] = (session.reward or 0.0) if experience is made[-1] else 0.0
+                experience.step_reward = (session.reward or 0.0) if experience is made[-1] else 0.0
         repeated = any(call.learned and call.completion.stop_reason is StopReason.REPETITION for call in calls)
         apply_repetition_penalty(made, session.sampling, repeated)
         seen = [image.sha256 for turn in calls[0].turns or () for image in turn.images]

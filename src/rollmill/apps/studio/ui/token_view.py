@@ -14,7 +14,7 @@ import numpy as np
 from rollmill.errors import RollmillError
 from rollmill.trackers.rollout_log import decode_experience
 from rollmill.trackers.token_texts import Decoder, load_decoder, token_texts, tokenizer_file
-from rollmill.types import DRAFTED_KEY, Experience, drafted_tokens
+from rollmill.types import DRAFTED_KEY, Experience, drafted_tokens, stored_info
 
 MOST_TOKENS = 4000
 """Tokens of one page."""
@@ -110,7 +110,7 @@ def describe(experience: Experience) -> dict[str, Any]:
         "stop": str(experience.stop_reason),
         "temperature": experience.temperature,
         "timings": experience.timings,
-        "info": {key: value for key, value in experience.info.items() if key != DRAFTED_KEY},
+        "info": {key: value for key, value in stored_info(experience).items() if key != DRAFTED_KEY},
         "length": experience.action_tokens,
     }
 
