@@ -229,8 +229,8 @@ BUGS: tuple[PlantedBug, ...] = (
         "an explorer announces the version it was asked for, not the one it received",
         _WORKER,
         "StageWorker._update",
-        "self._publisher.publish(here)",
-        "self._publisher.publish(version)",
+        "self._rollouts.publish(here)",
+        "self._rollouts.publish(version)",
     ),
     PlantedBug(
         "an explorer does not wait until weights are visible",
