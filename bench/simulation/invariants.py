@@ -73,7 +73,7 @@ class InvariantChecks:
         stage = self.stage
         if stage is None or stage.batches is None:
             return
-        scheduler: Any = stage.batches._scheduler  # type: ignore[attr-defined]
+        scheduler: Any = stage.batches._scheduler
         rollout, done = self._config.rollout, stage.state.step
         admitted = (min(self._config.max_staleness + 1, self._config.steps - done)) * rollout.batch
         extra = int(np.ceil(round(rollout.oversample * admitted, 9))) if rollout.oversample else 0
@@ -192,7 +192,7 @@ class InvariantChecks:
         stage, config = self.stage, self._config
         if stage is None or not self._scenario.plain or stage.batches is None:
             return
-        queue = len(stage.batches._scheduler.queue)  # type: ignore[attr-defined]
+        queue = len(stage.batches._scheduler.queue)
         admitted = (min(config.max_staleness + 1, config.steps - version) - 1) * config.rollout.batch
         if queue != admitted:
             raise ViolationError(

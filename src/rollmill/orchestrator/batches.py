@@ -10,73 +10,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from rollmill.buffer import ExperienceKind, ExperienceStore, Group
 from rollmill.buffer.base import EXPLORER, oldest_version, split_by_kind
 from rollmill.buffer.offline_data import RatingOverrides
+from rollmill.buffer.replay import mean_abs_advantage
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler
 from rollmill.errors import PipelineError
-from rollmill.orchestrator.batch_reader import BatchReader, oldest_allowed
+from rollmill.orchestrator.metrics import REPLAYED
 from rollmill.orchestrator.scheduler import RolloutScheduler, accepted
 from rollmill.orchestrator.state import StageState
 from rollmill.pipelines import Pipeline, PipelineContext
 from rollmill.pipelines.batch import copy_experience
+from rollmill.seeds import derive_seed
 from rollmill.trackers.trace import Trace
 from rollmill.types import Experience, Task, first_per_rollout, most_varied_rewards
 
-
-class BatchSource(Protocol):
-    """Source of a stage's experiences."""
-
-    async def roll_out(self, version: int, deadlines: int = 1) -> None:
-        """Start the rollouts that the scheduler admits at weights `version`, and wait for their completions.
-
-        Args:
-            deadlines: how many times rollout.deadline_s they may take.
-        """
-
-    def replay(self, version: int) -> list[Experience]:
-        """Return replayed experiences for the step after `version`; none without `buffer.replay`."""
-
-    def peek(self) -> list[Experience] | None:
-        """The experiences that `collect` will return, perhaps without rewards; None while completions are missing."""
-
-    async def collect(self, version: int) -> list[Experience]:
-        """Return the verified experiences of one batch of groups, once they have rewards.
-
-        Raises:
-            PipelineError: the pipeline drops too many groups entirely; names the operators that dropped most.
-            DeadlineError: they take too long.
-        """
-        ...
-
-    def upcoming(self) -> list[list[Experience]]:
-        """Finished completions of later steps, with or without rewards, batch by batch."""
-        ...
-
-    def mark_trained(self, version: int) -> None:
-        """Report that the batch has been trained on, in the step that made `version`."""
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics since the last call."""
-        ...
-
-    def mark(self, state: StageState) -> None:
-        """Record a step boundary in the stage's state."""
-
-    async def snapshot(self, state: StageState) -> None:
-        """Store the groups of the last boundary in the state; waits for rewards of finished rollouts."""
-
-    def restore(self, state: StageState) -> None:
-        """Resume from a checkpoint."""
-
-    async def close(self) -> None:
-        """Stop all running work."""
+REPLAY_STREAM = 0x4E
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +50,7 @@ class RolloutComponents:
 
 
 class RolloutBatches:
-    """The rollouts of one stage, from tasks to batches; a BatchSource.
+    """The rollouts of one stage, from tasks to batches: fresh groups, and replayed ones.
 
     Args:
         first_version: version of the weights at the start of the stage.
@@ -120,19 +75,47 @@ class RolloutBatches:
         self._pipeline, self._store = components.pipeline, components.store
         self._scheduler, self._queue = components.scheduler, components.scheduler.queue
         self._first_version, self._shared = first_version, shared
-        self._reader = BatchReader(config, components.store, ratings, first_version=first_version, seed=seed)
+        self._ratings, self._seed = ratings, seed
+        self._taken: list[Group] = []  # for the step under way
+        self._replayed: Counter[str] = Counter()  # groups by domain, "" without domains
         self._views = config.by_domain()
         self._raw: list[list[float]] = []  # rewards by group, since the last step
         self._rejected: list[list[str]] = []  # reasons by fully rejected group
         self._late = 0
 
     async def roll_out(self, version: int, deadlines: int = 1) -> None:
+        """Start the rollouts that the scheduler admits at weights `version`, and wait for their completions.
+
+        Args:
+            deadlines: how many times rollout.deadline_s they may take.
+        """
         await self._scheduler.run(version, lambda: self._waiting(version), deadlines)
 
     def replay(self, version: int) -> list[Experience]:
-        return self._reader.replay(version)
+        """Return replayed experiences for the step after `version`, with the rewards people have given them since; none
+        without `buffer.replay`."""
+        rule = self._config.buffer.replay
+        self._taken = []
+        if rule is None:
+            return []
+        domains = self._config.domains.items()
+        groups = self._store.replay(
+            rule,
+            step=version + 1,
+            version=version,
+            seed=derive_seed(self._seed, REPLAY_STREAM),
+            since=self._first_version,  # earlier stages may have had other rewards
+            shares={name: each.replay_share for name, each in domains if each.replay_share is not None},
+        )
+        for group in groups:
+            marked = [_marked(each) for each in self._ratings.apply_ratings(group.experiences)]
+            self._taken.append(replace(group, experiences=marked))
+        self._replayed = Counter(self._config.domain_of(group.experiences[0].task_id) for group in self._taken)
+        return [experience for group in self._taken for experience in group.experiences]
 
     def peek(self) -> list[Experience] | None:
+        """Return the experiences that `collect` will return, perhaps without rewards; None while completions are
+        missing, or others may take their place: there is a pipeline, or groups wait in the buffer."""
         if len(self._pipeline) or self._store.waiting():
             return None
         groups = self._queue.peek(self._config.rollout.batch)
@@ -142,13 +125,23 @@ class RolloutBatches:
         return [each for group in left for each in group] if all(left) else None
 
     async def collect(self, version: int) -> list[Experience]:
+        """Return the verified experiences of one batch of groups, once they have rewards.
+
+        Raises:
+            PipelineError: the pipeline drops too many groups entirely; names the operators that dropped most.
+            DeadlineError: they take too long.
+        """
         before = self._store.expired() if self._shared else 0
         await self._fill(version)
-        experiences = self._reader.take(version, self._oldest(version))
+        rollout = self._config.rollout
+        fresh = self._store.take(
+            rollout.batch, step=version + 1, deadline_s=rollout.deadline_s, min_version=self._oldest(version)
+        )
+        self._taken += fresh
         if self._shared:
             self._late += self._store.expired() - before
         self._scheduler.end_step()
-        return experiences
+        return [experience for group in fresh for experience in group.experiences]
 
     async def _fill(self, version: int) -> None:
         """Roll out and verify until a batch of groups waits."""
@@ -163,7 +156,8 @@ class RolloutBatches:
                 raise PipelineError(self._nothing_left(wasted))
 
     def upcoming(self) -> list[list[Experience]]:
-        """Includes groups that the pipeline may still drop."""
+        """Return finished completions of later steps, with or without rewards, batch by batch; the pipeline may still
+        drop some."""
         groups = [accepted(group.experiences) for group in self._queue.all() if group.experiences]
         size = self._config.rollout.batch
         return [[each for group in groups[i : i + size] for each in group] for i in range(0, len(groups), size)]
@@ -172,13 +166,20 @@ class RolloutBatches:
         return self._store.waiting(min_version=self._oldest(version))
 
     def _oldest(self, version: int) -> int | None:
+        """The oldest version whose tokens may be trained on at `version`; None: any."""
+        staleness, age = self._config.max_staleness, self._config.buffer.max_age
         if self._shared:
-            return oldest_allowed(self._config, version)
-        age = self._config.buffer.max_age
+            return version - (staleness if age is None else min(age, staleness))
         return None if age is None else version - age
 
     def mark_trained(self, version: int) -> None:
-        self._reader.mark_trained(version)
+        """Report that the batch has been trained on, in the step that made `version`."""
+        rule = self._config.buffer.replay
+        if rule is not None and rule.priority == "advantage":
+            for group in self._taken:
+                group.priority = mean_abs_advantage(group)
+            self._store.update_priorities(self._taken, step=version)
+        self._taken = []
 
     async def _process_oldest(self, count: int, version: int) -> int:
         """Verify the oldest `count` groups, once they have rewards; return how many were dropped entirely."""
@@ -257,7 +258,7 @@ class RolloutBatches:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of rollouts and replay since the last call, and of the sampler."""
+        """Metrics of rollouts since the last call, of the sampler, and of replay in the last step."""
         found = dict(self._sampler.metrics()) | self._scheduler.metrics()
         if self._rejected:
             found["rollout/empty_groups"] = float(len(self._rejected))
@@ -266,7 +267,10 @@ class RolloutBatches:
             found |= {"raw/groups": float(len(self._raw)), "raw/late": float(self._late)}
             found |= {"raw/reward": float(np.mean(rewards))} if rewards else {}
         self._raw, self._late, self._rejected = [], 0, []
-        return found | self._reader.metrics()
+        if self._config.buffer.replay is not None:
+            found |= {"replay/groups": float(self._replayed.total())}
+            found |= {f"domain/{name}/replayed": float(self._replayed[name]) for name in self._config.domains}
+        return found
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -279,7 +283,14 @@ class RolloutBatches:
         await self._scheduler.snapshot(state)
 
     def restore(self, state: StageState) -> None:
+        """Resume from a checkpoint."""
         self._scheduler.restore(state)
 
     async def close(self) -> None:
+        """Stop all running work."""
         await self._scheduler.close()
+
+
+def _marked(experience: Experience) -> Experience:
+    """Return a copy marked as replayed."""
+    return replace(experience, info={**experience.info, REPLAYED: True}, advantage=None)

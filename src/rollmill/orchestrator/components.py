@@ -13,7 +13,7 @@ from rollmill.config.run import StageConfig
 from rollmill.data import Sampler, build_sampler
 from rollmill.models.load import PolicyModel, load_teacher
 from rollmill.models.run_tokenizer import compute_fingerprint
-from rollmill.orchestrator.batches import BatchSource, RolloutBatches, RolloutComponents
+from rollmill.orchestrator.batches import RolloutBatches, RolloutComponents
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.evaluation import Evaluator
 from rollmill.orchestrator.live_requests import LiveRequestBatches, NoTasksSampler
@@ -97,7 +97,7 @@ def build_trainer(
     return plan.trainer(policy.model, teacher, policy.device, RankGroup.current())
 
 
-def build_rollouts(stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
+def build_rollouts(stage: Stage) -> tuple[RolloutBatches | None, Evaluator | None]:
     """Build the source of a stage's batches, if its algorithm rolls out, and its evaluator, if it has one."""
     config, policy, batches, evaluator, sampler = stage.config, stage.policy, None, None, None
     if config.algorithm.uses_rollouts:

@@ -1,4 +1,4 @@
-"""When a stage's weights are evaluated, and what an evaluation changes in the run: records, the best step, its end.
+"""Decides when a stage's weights are evaluated, and what that changes in the run: records, the best step, its end.
 
 Weights are evaluated at the start of a stage (`evaluation.at_start`), after every `evaluation.every` steps, and at the
 end. An evaluation runs beside the rollouts of the next step, since both need the same weights. It runs alone at the

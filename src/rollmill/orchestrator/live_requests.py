@@ -17,7 +17,7 @@ _LOOK_S = 1.0
 
 
 class LiveRequestBatches(RolloutBatches):
-    """Batches of groups that applications send at any time; a BatchSource.
+    """Batches of groups that applications send at any time.
 
     Groups pass the pipeline and are stored at once, as they cannot be sent again. Those that become staler than
     `max_staleness` before a batch is complete are not trained on.
