@@ -12,7 +12,7 @@ from rollmill.config.checks.capability import find_unused_keys
 from rollmill.config.engines import EngineConfig
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
-from rollmill.config.operators.base import OperatorSection
+from rollmill.config.operators import OperatorSection
 from rollmill.config.placement import RayPlacement
 from rollmill.config.rewards.base import RewardSection, attainable_maximum, reward_part_names
 from rollmill.config.run import RunConfig, StageConfig

@@ -8,13 +8,20 @@ import operator
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import PrivateAttr
 
 from rollmill.config.tools import ToolSection
 from rollmill.python_source import parse_expression
-from rollmill.rollout.tools.function_tool import FunctionTool
-from rollmill.rollout.tools.pool import ToolFactory
 from rollmill.rollout.tools.toolbox import ToolError
+
+if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+
+    from rollmill.rollout.tools.pool import ToolPool
+    from rollmill.rollout.tools.toolbox import Tool
+    from rollmill.types import Task
 
 MAX_EXPRESSION_CHARS = 1000
 """Maximum length of an expression."""
@@ -32,15 +39,28 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]
 }
 
 
-def build_calculator(section: ToolSection) -> ToolFactory:
-    """Build the tool. It is fast and has no state, so it runs in the event loop."""
-    made = FunctionTool(calculator)
+class CalculatorTool(ToolSection):
+    """Exact arithmetic with rational numbers."""
 
-    async def call(arguments: dict[str, Any]) -> str:
-        return calculator(**made.checked(arguments))
+    name: Literal["calculator"] = "calculator"
+    _tool: Tool = PrivateAttr()
 
-    tool = made.tool(section.policy_name, section.description, call)
-    return lambda task, stack: tool
+    def unused_keys(self) -> dict[str, str]:
+        return {"time_limit_s": "not honoured by `calculator`, whose numbers are bounded; remove it"}
+
+    def setup(self, pool: ToolPool) -> None:
+        """Make the tool, which is fast and has no state, so it runs in the event loop."""
+        from rollmill.rollout.tools.function_tool import FunctionTool
+
+        made = FunctionTool(calculator)
+
+        async def call(arguments: dict[str, Any]) -> str:
+            return calculator(**made.checked(arguments))
+
+        self._tool = made.tool(self.policy_name, self.description, call)
+
+    def open(self, task: Task, stack: AsyncExitStack) -> Tool:
+        return self._tool
 
 
 def calculator(expression: str) -> str:

@@ -4,34 +4,57 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, PrivateAttr, model_validator
 
-from rollmill.config.operators.filters import DataJuicerFilter
-from rollmill.config.validation_errors import suggest_match
-from rollmill.data.encoding import encode_answer
+from rollmill.config.operators import ALL_SOURCES, SuccessOperatorSection
 from rollmill.errors import ConfigError
 from rollmill.pipelines.batch import Batch, is_finished, is_success, prompt_length
 from rollmill.types import Experience, ExperienceSource, Turn, experience_from_demonstration
+
+if TYPE_CHECKING:
+    from rollmill.pipelines.pipeline import PipelineResources
 
 _OWN = frozenset({"skip_op_error", "text_key"})
 """Options that rollmill sets for all operators."""
 
 
-class DataJuicerOperators:
-    """Runs filters, which drop completions, and mappers, whose rewritten successes become demonstrations.
+class DataJuicerFilter(SuccessOperatorSection):
+    """Runs operators of Data-Juicer (the package py-data-juicer) over completions, demonstrations and pairs."""
 
-    Later operators see a mapper's text; if a filter refuses it, the completion is dropped.
+    handles = ALL_SOURCES
+    name: Literal["data_juicer"] = "data_juicer"
+    process: list[dict[str, Any]] = Field(min_length=1)
+    """Operators as in a Data-Juicer recipe: [{words_num_filter: {min_num: 10}}, ...]. Filters drop completions;
+    operators that need a whole data set are refused."""
+    text: Literal["response", "prompt", "both"] = "response"
+    """Text that the operators read."""
+    mapped: Literal["refuse", "expert"] = "refuse"
+    """Handling of mappers, which change text: refuse them, or create demonstrations of the changed texts of
+    successes (`part`, `threshold`). The completion itself keeps its tokens."""
+    _base: _Base = PrivateAttr()
+    _operators: list[tuple[str, Any]] = PrivateAttr()
 
-    Raises ConfigError if Data-Juicer is not installed, or an operator is unknown or cannot be used.
-    """
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        for entry in self.process:
+            if len(entry) != 1:
+                raise ValueError("each entry of process is one operator, as in {words_num_filter: {min_num: 10}}")
+        if self.mapped == "expert" and self.text != "response":
+            raise ValueError("mapped: expert needs text: response, which is what changes")
+        self.reject_unused_keys(("part", "threshold"), self.mapped == "expert", "with mapped: expert")
+        return self
 
-    def __init__(self, options: DataJuicerFilter) -> None:
-        self._options, self._base = options, _base()
-        self._operators = [self._made(*next(iter(entry.items()))) for entry in options.process]
+    def setup(self, resources: PipelineResources) -> None:
+        """Make the operators. Raises ConfigError if one is unknown or cannot be used."""
+        self._base = _base()
+        self._operators = [self._made(*next(iter(entry.items()))) for entry in self.process]
 
     def __call__(self, batch: Batch) -> None:
+        """Apply the operators in turn: later ones see a mapper's text; if a filter refuses that, the completion is
+        dropped."""
         left = batch.experiences
         texts = {each.id: self._text(each) for each in left}
         for name, operator in self._operators:
@@ -45,11 +68,10 @@ class DataJuicerOperators:
                 left = [each for each, kept in zip(left, found, strict=True) if kept]
             else:
                 texts |= {each.id: str(text) for each, text in zip(left, found, strict=True)}
-        options = self._options
         rollouts = [each for each in left if each.source is ExperienceSource.ROLLOUT]
-        for experience in rollouts if options.mapped == "expert" else []:
+        for experience in rollouts if self.mapped == "expert" else []:
             changed = texts[experience.id] != experience.response
-            if changed and is_success(experience, options.part, options.threshold):
+            if changed and is_success(experience, self.part, self.threshold):
                 self._add(batch, experience, texts[experience.id])
 
     def _apply(self, operator: Any, texts: Sequence[str]) -> list[Any]:
@@ -64,12 +86,14 @@ class DataJuicerOperators:
     def _made(self, name: str, arguments: dict[str, Any] | None) -> tuple[str, Any]:
         kinds, arguments = self._base.kinds, arguments or {}
         if name not in kinds:
+            from rollmill.config.validation_errors import suggest_match
+
             near = suggest_match(name, list(kinds))
             raise ConfigError(f"data_juicer: process: no operator `{name}` in the installed Data-Juicer{near}")
         kind = kinds[name]
         if not issubclass(kind, self._base.Filter | self._base.Mapper):
             raise ConfigError(f"data_juicer: process: `{name}` needs a whole data set; use filters and mappers")
-        if issubclass(kind, self._base.Mapper) and self._options.mapped == "refuse":
+        if issubclass(kind, self._base.Mapper) and self.mapped == "refuse":
             text = "changes text, and completions keep the tokens that the policy produced"
             raise ConfigError(f"data_juicer: process: `{name}` {text}; set mapped: expert, or use filters only")
         for key in arguments:
@@ -82,12 +106,14 @@ class DataJuicerOperators:
 
     def _text(self, experience: Experience) -> str:
         texts = {"response": [experience.response], "prompt": [experience.prompt]}
-        return "".join(texts.get(self._options.text, [experience.prompt, experience.response]))
+        return "".join(texts.get(self.text, [experience.prompt, experience.response]))
 
     def _add(self, batch: Batch, experience: Experience, text: str) -> None:
         if not is_finished(experience):
             batch.note("cut off")
             return
+        from rollmill.data.encoding import encode_answer
+
         start, context = prompt_length(experience), batch.context
         new = encode_answer(text, experience, context.tokenizer, context.end_id)
         if len(new) > context.max_new_tokens:

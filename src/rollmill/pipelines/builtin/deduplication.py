@@ -7,15 +7,19 @@ import unicodedata
 from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
+from pydantic import Field, PrivateAttr, model_validator
 
-from rollmill.config.operators.filters import DuplicatesOperator, NearDuplicatesOperator
+from rollmill.config.operators import OperatorSection
 from rollmill.errors import ConfigError
 from rollmill.pipelines.batch import Batch
 from rollmill.rewards.text.parsing import split_words
 from rollmill.types import Experience
+
+if TYPE_CHECKING:
+    from rollmill.pipelines.pipeline import PipelineResources
 
 Value = TypeVar("Value")
 
@@ -56,16 +60,34 @@ class LRUCache(Generic[Value]):
         return list(self._entries.items())
 
 
-class DuplicateFilter:
-    """Drops completions whose text, except for white space, occurred before. Stores digests, not texts."""
+class DuplicatesOperator(OperatorSection):
+    """Drops completions with the text of an earlier one, ignoring white space. The first one is kept."""
 
-    def __init__(self, options: DuplicatesOperator) -> None:
-        self._options = options
-        self._memory: LRUCache[bool] = LRUCache(options.memory)
+    drops = True
+    name: Literal["duplicates"] = "duplicates"
+    within: Literal["group", "task", "run"] = "group"
+    """Scope of earlier completions: the group, the run for the same task, or the run for any task."""
+    ignore_case: bool = False
+    """Ignore upper and lower case."""
+    memory: int = Field(10_000, ge=1)
+    """Number of texts to remember; the least recently seen are dropped first. Not with `within: group`."""
+    _seen: LRUCache[bool] = PrivateAttr()  # digests, not texts
+
+    @model_validator(mode="after")
+    def _honoured(self) -> Self:
+        self.reject_unused_keys(("memory",), self.within != "group", "with within: task and within: run")
+        return self
+
+    @property
+    def compares_completions(self) -> bool:
+        return self.within == "group"
+
+    def setup(self, resources: PipelineResources) -> None:
+        self._seen = LRUCache(self.memory)
 
     def __call__(self, batch: Batch) -> None:
         for group in batch.groups().values():
-            memory = LRUCache[bool](len(group)) if self._options.within == "group" else self._memory
+            memory = LRUCache[bool](len(group)) if self.within == "group" else self._seen
             for experience in group:
                 key = self._key(experience)
                 if memory.get(key):
@@ -74,18 +96,18 @@ class DuplicateFilter:
                     memory.put(key, True)
 
     def _key(self, experience: Experience) -> str:
-        text = normalize_whitespace(experience.response, ignore_case=self._options.ignore_case)
-        task = f"{experience.task_id}\0" if self._options.within == "task" else ""
+        text = normalize_whitespace(experience.response, ignore_case=self.ignore_case)
+        task = f"{experience.task_id}\0" if self.within == "task" else ""
         return blake2b((task + text).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """The digests, least recently used first."""
-        return {"seen": list(self._memory)}
+        return {"seen": list(self._seen)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._memory = LRUCache(self._options.memory)
+        self._seen = LRUCache(self.memory)
         for key in state["seen"]:
-            self._memory.put(key, True)
+            self._seen.put(key, True)
 
 
 def normalize_whitespace(text: str, *, ignore_case: bool = False) -> str:
@@ -101,24 +123,47 @@ _LONGEST = 200_000
 """Maximum number of characters of a text that are compared."""
 
 
-class NearDuplicateFilter:
-    """Drops completions whose estimated n-gram similarity (Broder 1997) to an earlier one is at least the threshold.
+class NearDuplicatesOperator(OperatorSection):
+    """Drops completions whose n-grams are nearly those of an earlier one (MinHash and LSH, extra `dedup`)."""
 
-    Raises ConfigError if datasketch is not installed.
-    """
+    drops = True
+    needs_extra = ("dedup", "datasketch")
+    name: Literal["near_duplicates"] = "near_duplicates"
+    within: Literal["group", "task", "run"] = "group"
+    """Scope of earlier completions: the group, the run for the same task, or the run for any task."""
+    threshold: float = Field(0.8, gt=0, le=1)
+    """Minimum estimated Jaccard similarity of the n-grams of duplicates."""
+    unit: Literal["words", "characters"] = "words"
+    """Unit of the n-grams. A character of Chinese, Japanese or Thai is a word, and so is a punctuation mark."""
+    ngram: int = Field(3, ge=1)
+    """Units per n-gram; 3 words or 5 characters are common."""
+    permutations: int = Field(128, ge=16)
+    """Number of hash functions; the estimate's error is about 1 / sqrt of this."""
+    memory: int = Field(2_000, ge=1)
+    """Number of most recent completions to remember. Not with `within: group`."""
+    _bands: tuple[int, int] = PrivateAttr()
+    _known: _Index = PrivateAttr()
 
-    def __init__(self, options: NearDuplicatesOperator) -> None:
-        self._options, self._sketch = options, _datasketch()
-        self._bands = _bands(options.threshold, options.permutations)
-        self._known = self._index(options.memory)
+    @model_validator(mode="after")
+    def _honoured(self) -> Self:
+        self.reject_unused_keys(("memory",), self.within != "group", "with within: task and within: run")
+        return self
+
+    @property
+    def compares_completions(self) -> bool:
+        return self.within == "group"
+
+    def setup(self, resources: PipelineResources) -> None:
+        self._bands = _bands(self.threshold, self.permutations)
+        self._known = self._index(self.memory)
 
     def __call__(self, batch: Batch) -> None:
         for group in batch.groups().values():
-            known = self._index(len(group)) if self._options.within == "group" else self._known
+            known = self._index(len(group)) if self.within == "group" else self._known
             for experience in group:
-                space = experience.task_id if self._options.within == "task" else ""
+                space = experience.task_id if self.within == "task" else ""
                 minhash = self._minhash(experience)
-                if known.find(minhash, space, self._options.threshold):
+                if known.find(minhash, space, self.threshold):
                     batch.drop(experience, "near duplicate")
                 else:
                     known.add(minhash, space)
@@ -128,23 +173,20 @@ class NearDuplicateFilter:
         return {"seen": [[space, _packed(minhash)] for space, minhash in self._known.entries()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._known = self._index(self._options.memory)
+        self._known = self._index(self.memory)
         for space, packed in state["seen"]:
             self._known.add(self._made(_unpacked(packed)), space)
 
     def _index(self, size: int) -> _Index:
-        lsh = self._sketch.MinHashLSH(num_perm=self._options.permutations, params=self._bands)
-        return _Index(lsh, size)
+        return _Index(_datasketch().MinHashLSH(num_perm=self.permutations, params=self._bands), size)
 
     def _minhash(self, experience: Experience) -> Any:
         minhash = self._made(None)
-        minhash.update_batch(sorted(text_ngrams(experience.response, self._options.unit, self._options.ngram)))
+        minhash.update_batch(sorted(text_ngrams(experience.response, self.unit, self.ngram)))
         return minhash
 
     def _made(self, hashvalues: Any) -> Any:
-        return self._sketch.MinHash(
-            num_perm=self._options.permutations, seed=_SEED, scheme=_SCHEME, hashvalues=hashvalues
-        )
+        return _datasketch().MinHash(num_perm=self.permutations, seed=_SEED, scheme=_SCHEME, hashvalues=hashvalues)
 
 
 class _Index:

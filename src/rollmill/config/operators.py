@@ -1,8 +1,10 @@
-"""Base classes of the operators of `pipeline`."""
+"""Base classes of the operators of `pipeline`, which stand in `rollmill.pipelines`: between explorer and buffer each
+changes, drops or adds experiences."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Awaitable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,11 +12,20 @@ from rollmill.config.rewards.base import RewardSection
 from rollmill.config.section import NamedSection
 from rollmill.types import ExperienceSource
 
+if TYPE_CHECKING:
+    from rollmill.config.run import StageConfig
+    from rollmill.pipelines.batch import Batch
+    from rollmill.pipelines.pipeline import PipelineResources
+
 ALL_SOURCES = frozenset(ExperienceSource)
 
 
 class OperatorSection(NamedSection):
-    """An operator chosen by name; its other keys are its options."""
+    """An operator chosen by name: its options, and the call that changes a batch.
+
+    A stage works with a copy, so that the section of the run file stays as it was read. What an operator remembers goes
+    through `state_dict` and `load_state_dict`, and one with processes or connections has `close`.
+    """
 
     handles: ClassVar[frozenset[ExperienceSource]] = frozenset({ExperienceSource.ROLLOUT})
     """Experiences that it can act on, by origin."""
@@ -27,6 +38,13 @@ class OperatorSection(NamedSection):
     sources: list[Literal["usual", "expert", "preference"]] | None = Field(None, min_length=1)
     """Experiences that the operator is given, by origin: `usual` (rollouts), `expert` (demonstrations) and `preference`
     (pairs and labelled completions). Default: all that it can act on."""
+
+    def setup(self, resources: PipelineResources) -> None:
+        """Make the copy of a stage ready. Raises ConfigError if it lacks a package."""
+
+    def __call__(self, batch: Batch) -> Awaitable[None] | None:
+        """Change a batch in place, and record each change with its methods."""
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def _known_sources(self) -> Self:
@@ -49,6 +67,11 @@ class OperatorSection(NamedSection):
     def reward_lists(self) -> list[tuple[tuple[str | int, ...], list[RewardSection]]]:
         """The operator's own lists of rewards, each with its key."""
         return []
+
+    def stage_conflicts(self, stage: StageConfig) -> Iterator[tuple[str, str]]:
+        """Yields the keys that cannot have their value in this stage, which rolls out, each with the problem and a
+        remedy."""
+        return iter(())
 
     def reject_unused_keys(self, keys: tuple[str, ...], honoured: bool, when: str) -> None:
         """Raises ValueError if one of `keys` is set but not `honoured`."""

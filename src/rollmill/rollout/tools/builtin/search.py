@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from pydantic import Field, PrivateAttr
 
-from rollmill.config.tools import SearchTool
+from rollmill.config.tools import ToolSection
 from rollmill.errors import ConfigError
 from rollmill.files import describe_json_error, parse_strict_json, read_text
 from rollmill.rewards.text.parsing import split_words
-from rollmill.rollout.tools.function_tool import FunctionTool
-from rollmill.rollout.tools.pool import ToolFactory, ToolPool
 
-try:
-    import bm25s
-except ImportError as error:
-    raise ConfigError(
-        "the tool `search` needs the library bm25s; install it: pip install 'rollmill[search]'"
-    ) from error
+if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+
+    from rollmill.rollout.tools.pool import ToolFactory, ToolPool
+    from rollmill.rollout.tools.toolbox import Tool
+    from rollmill.types import Task
 
 _SUFFIXES = (".txt", ".md")
 
 
-def build_search(section: SearchTool, pool: ToolPool) -> ToolFactory:
-    """Build the tool, with the index of its documents. Raises ConfigError if a library is missing, or for bad files."""
-    options = {"index": BM25Index(section.path, section.passage_words), "top_k": section.top_k}
-    return pool.in_threads(section, FunctionTool(search), options)
+class SearchTool(ToolSection):
+    """Keyword search over local documents (BM25; extra `search`)."""
+
+    needs_extra = ("search", "bm25s")
+    name: Literal["search"] = "search"
+    path: Path
+    """A .jsonl file whose rows have `text` and optionally `title`, or a folder of .txt and .md files."""
+    top_k: int = Field(3, ge=1)
+    """Number of passages to return."""
+    passage_words: int = Field(200, ge=10)
+    """Maximum passage length in words. Longer documents are split, between paragraphs where possible."""
+    _open: ToolFactory = PrivateAttr()
+
+    def setup(self, pool: ToolPool) -> None:
+        """Make the index of the documents. Raises ConfigError if a library is missing, or for bad files."""
+        from rollmill.rollout.tools.function_tool import FunctionTool
+
+        options = {"index": BM25Index(self.path, self.passage_words), "top_k": self.top_k}
+        self._open = pool.in_threads(self, FunctionTool(search), options)
+
+    def open(self, task: Task, stack: AsyncExitStack) -> Tool | Sequence[Tool]:
+        return self._open(task, stack)
 
 
 def search(query: str, *, index: BM25Index, top_k: int) -> str:
@@ -61,6 +79,12 @@ class BM25Index:
     """
 
     def __init__(self, path: Path, passage_words: int) -> None:
+        try:
+            import bm25s
+        except ImportError as error:
+            raise ConfigError(
+                "the tool `search` needs the library bm25s; install it: pip install 'rollmill[search]'"
+            ) from error
         documents = list(_documents(path))
         self.passages = [
             DocumentPassage(title, text) for title, whole in documents for text in split_passages(whole, passage_words)

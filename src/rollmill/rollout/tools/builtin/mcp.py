@@ -12,23 +12,27 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import Future, wait
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
 
-from rollmill.config.tools import MCPTool
+from pydantic import Field, PrivateAttr
+
+from rollmill.config.section import Endpoint
+from rollmill.config.tools import ToolSection
 from rollmill.errors import ConfigError, WorkflowError
-from rollmill.rollout.tools.pool import ToolFactory, ToolPool
 from rollmill.rollout.tools.toolbox import Tool, ToolCallable, ToolError, ToolResult
 from rollmill.types import Task
 
-try:
+if TYPE_CHECKING:
+    from contextlib import AsyncExitStack
+
     import anyio
     import mcp
-    from anyio.from_thread import BlockingPortal, start_blocking_portal
-    from mcp.types import CONNECTION_CLOSED
-except ImportError as error:
-    raise ConfigError("the tool `mcp` needs the library mcp; install it: pip install 'rollmill[mcp]'") from error
+    from anyio.from_thread import BlockingPortal
+
+    from rollmill.rollout.tools.pool import ToolPool
 
 _CLOSE_S = 15.0  # the library gives a server a few seconds to end, and then kills it
 _TAIL = 1000
@@ -36,48 +40,97 @@ _MOST_PAGES, _MOST_LATE = 100, 8
 _CLOSED = "has ended, or closed the connection"
 
 
-def build_mcp_tools(section: MCPTool, pool: ToolPool) -> ToolFactory:
-    """Build the tools of a server, which is asked for them now.
+class MCPTool(ToolSection):
+    """The tools of an MCP server, which is started, or connected to (extra `mcp`)."""
 
-    Raises ConfigError naming the server: it cannot be started or reached, does not answer in time, or lacks a tool.
-    """
-    stack = ExitStack()
-    pool.close_later(stack.close)
-    portal = stack.enter_context(start_blocking_portal())
-    shared = MCPConnection(section, portal)
-    stack.callback(shared.close)
-    try:
-        described = _chosen(section, shared.tools())
-    except WorkflowError as error:
-        raise ConfigError(f"tools: {error}") from error
-    prefix = "" if section.called is None else f"{section.called}_"
-    for each in described:
-        pool.add_name(prefix + each.name, section)
-    if section.state == "rollout":
-        shared.close()  # it has told what there is
+    needs_extra = ("mcp", "mcp")
+    many: ClassVar[bool] = True
+    name: Literal["mcp"] = "mcp"
+    command: list[str] = []
+    """The server and its arguments, which speaks MCP on stdin and stdout; `python` is the Python that runs rollmill."""
+    url: Endpoint | None = None
+    """Address of a server that runs already (streamable HTTP), such as http://127.0.0.1:8000/mcp. Either this or
+    `command`."""
+    environment: dict[str, str] = {}
+    """Additional environment variables of the server. It inherits PATH, HOME and a few others."""
+    folder: Path = Path()
+    """Working folder of the server."""
+    only: list[str] = []
+    """Names of the tools that the policy may call; empty: all."""
+    state: Literal["shared", "rollout"] = "shared"
+    """All rollouts share a connection (and the server's process), or each has one of its own, opened by its first
+    call."""
+    start_s: float = Field(30.0, gt=0)
+    """Timeout for the server to start and list its tools."""
+    _portal: BlockingPortal = PrivateAttr()
+    _shared: MCPConnection = PrivateAttr()
+    _described: list[Any] = PrivateAttr()
 
-    def open_(task: Task, rollout: AsyncExitStack) -> list[Tool]:
-        connection = shared
-        if section.state == "rollout":
-            connection = MCPConnection(section, portal)
-            rollout.push_async_callback(asyncio.to_thread, connection.close)
+    def unused_keys(self) -> dict[str, str]:
+        found = {"description": "not honoured by `mcp`: its server describes the tools; remove it"}
+        if self.url is not None:
+            text = "not honoured with url, whose server runs already; remove it"
+            found |= {"environment": text, "folder": text}
+        return found
+
+    def conflicts(self) -> dict[str, str]:
+        if (self.url is None) == (not self.command):
+            return {"command": "tool `mcp` needs either the command of a server or the url of one"}
+        return {}
+
+    def setup(self, pool: ToolPool) -> None:
+        """Ask the server for its tools.
+
+        Raises ConfigError naming the server: it cannot be started or reached, does not answer in time, or lacks a tool.
+        """
+        try:
+            import mcp as mcp
+            from anyio.from_thread import start_blocking_portal
+        except ImportError as error:
+            text = "the tool `mcp` needs the library mcp; install it: pip install 'rollmill[mcp]'"
+            raise ConfigError(text) from error
+        stack = ExitStack()
+        pool.close_later(stack.close)
+        self._portal = stack.enter_context(start_blocking_portal())
+        self._shared = MCPConnection(self, self._portal)
+        stack.callback(self._shared.close)
+        try:
+            self._described = self._chosen(self._shared.tools())
+        except WorkflowError as error:
+            raise ConfigError(f"tools: {error}") from error
+        for each in self._described:
+            pool.add_name(self._prefix + each.name, self)
+        if self.state == "rollout":
+            self._shared.close()  # it has told what there is
+
+    def open(self, task: Task, stack: AsyncExitStack) -> list[Tool]:
+        connection = self._shared
+        if self.state == "rollout":
+            connection = MCPConnection(self, self._portal)
+            stack.push_async_callback(asyncio.to_thread, connection.close)
         return [
-            Tool(prefix + each.name, each.description or "", each.input_schema, connection.caller(each.name))
-            for each in described
+            Tool(self._prefix + each.name, each.description or "", each.input_schema, connection.caller(each.name))
+            for each in self._described
         ]
 
-    return open_
+    @property
+    def _prefix(self) -> str:
+        return "" if self.called is None else f"{self.called}_"
 
+    @property
+    def server(self) -> str:
+        """The server's address or command, for messages."""
+        return f"`{self.url or ' '.join(self.command)}`"
 
-def _chosen(section: MCPTool, found: list[Any]) -> list[Any]:
-    names = [each.name for each in found]
-    for name in section.only:
-        if name not in names:
-            text = f"tools: MCP server {_shown(section)} has no tool {name!r} (only)"
-            raise ConfigError(f"{text}; it has {', '.join(names) or 'none'}")
-    if not found:
-        raise ConfigError(f"tools: MCP server {_shown(section)} has no tools; remove it")
-    return [each for each in found if not section.only or each.name in section.only]
+    def _chosen(self, found: list[Any]) -> list[Any]:
+        names = [each.name for each in found]
+        for name in self.only:
+            if name not in names:
+                text = f"tools: MCP server {self.server} has no tool {name!r} (only)"
+                raise ConfigError(f"{text}; it has {', '.join(names) or 'none'}")
+        if not found:
+            raise ConfigError(f"tools: MCP server {self.server} has no tools; remove it")
+        return [each for each in found if not self.only or each.name in self.only]
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +158,9 @@ class MCPConnection:
 
     def caller(self, name: str) -> ToolCallable:
         """Build the callable of a tool."""
+        import anyio
+        import mcp
+        from mcp.types import CONNECTION_CLOSED
 
         async def call(arguments: dict[str, Any]) -> str | list[dict[str, Any]]:
             opened = self._open
@@ -161,14 +217,17 @@ class MCPConnection:
         except TimeoutError:
             _finish(self._task, cancel=True)
             text = f"has not started and listed its tools after {section.start_s:g} s; raise start_s, or correct it"
-            raise WorkflowError(f"MCP server {_shown(section)} {text}{self._tail()}") from None
+            raise WorkflowError(f"MCP server {section.server} {text}{self._tail()}") from None
         except Exception as error:
             what = "cannot be started or reached" if section.url is None else "cannot be reached"
-            text = f"MCP server {_shown(section)} {what}: {_first(error)}; correct it, or remove the tool"
+            text = f"MCP server {section.server} {what}: {_first(error)}; correct it, or remove the tool"
             raise WorkflowError(f"{text}{self._tail()}") from error
 
     async def _serve(self, ready: Future[_OpenConnection]) -> None:
         """Hold the connection until it is to be closed."""
+        import anyio
+        import mcp
+
         async with mcp.Client(self._server()) as client:
             leave, tools, cursor = anyio.Event(), list[Any](), None
             for _ in range(_MOST_PAGES):
@@ -182,6 +241,8 @@ class MCPConnection:
             await leave.wait()
 
     def _server(self) -> Any:
+        import mcp
+
         section = self._section
         if section.url is not None:
             return section.url
@@ -202,7 +263,7 @@ class MCPConnection:
             if task is not None:
                 self._open, self._task, self._late = None, None, 0
                 self._portal.start_task_soon(_set, opened.leave)
-        return WorkflowError(f"MCP server {_shown(self._section)} {what}{self._tail()}")
+        return WorkflowError(f"MCP server {self._section.server} {what}{self._tail()}")
 
     def _tail(self) -> str:
         """The last that the server has printed on stderr, for error messages."""
@@ -235,10 +296,6 @@ def _first(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _shown(section: MCPTool) -> str:
-    return f"`{section.url or ' '.join(section.command)}`"
 
 
 def _result_content(result: Any) -> str | list[dict[str, Any]]:
