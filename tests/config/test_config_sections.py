@@ -19,11 +19,11 @@ from rollmill.config import (
     environments,
     rewards,
     samplers,
-    task_operators,
     trackers,
 )
 from rollmill.config.operators import OperatorSection
 from rollmill.config.section import find_sections, module_sections, section_from_signature, section_tag
+from rollmill.config.task_operators import TaskOperatorSection
 from rollmill.config.tools import ToolSection
 from rollmill.config.workflows import WorkflowSection
 from rollmill.registry import import_object
@@ -31,7 +31,6 @@ from rollmill.registry import import_object
 HOMES: dict[str, tuple[Any, type[Any]]] = {
     "rewards": (rewards, rewards.RewardSection),
     "environments": (environments, environments.EnvironmentSection),
-    "task_operators": (task_operators, task_operators.TaskOperatorSection),
     "samplers": (samplers, samplers.SamplerSection),
     "engines": (engines, engines.EngineSection),
     "trackers": (trackers, trackers.TrackerSection),
@@ -39,6 +38,7 @@ HOMES: dict[str, tuple[Any, type[Any]]] = {
 
 COMPONENTS: dict[str, tuple[type[Any], str]] = {
     "rollmill.pipelines.builtin": (OperatorSection, "__call__"),
+    "rollmill.data.operators.builtin": (TaskOperatorSection, "__call__"),
     "rollmill.rollout.tools.builtin": (ToolSection, "open"),
     "rollmill.rollout.workflows": (WorkflowSection, "solve"),
 }

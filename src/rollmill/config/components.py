@@ -11,15 +11,20 @@ from pydantic import TypeAdapter
 
 from rollmill.config.operators import OperatorSection
 from rollmill.config.section import component_sections, section_union
+from rollmill.config.task_operators import TaskOperatorSection
 from rollmill.config.tools import ToolSection
 from rollmill.config.workflows import LiveRequestsWorkflow, SingleTurnWorkflow, WorkflowSection
 
 if TYPE_CHECKING:
     OperatorConfig = OperatorSection
+    TaskOperatorConfig = TaskOperatorSection
     ToolConfig = ToolSection
     WorkflowConfig = WorkflowSection
 else:
     OperatorConfig = section_union(component_sections("rollmill.pipelines.builtin", OperatorSection), kind="pipeline")
+    TaskOperatorConfig = section_union(
+        component_sections("rollmill.data.operators.builtin", TaskOperatorSection), kind="task_operator"
+    )
     ToolConfig = section_union(component_sections("rollmill.rollout.tools.builtin", ToolSection), kind="tool")
     WorkflowConfig = section_union(
         [SingleTurnWorkflow, *component_sections("rollmill.rollout.workflows", WorkflowSection), LiveRequestsWorkflow],

@@ -7,10 +7,10 @@ from typing import Any, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
+from rollmill.config.components import TaskOperatorConfig
 from rollmill.config.rows import FieldsConfig, GeneratorConfig, Preset, RowsSection
 from rollmill.config.samplers import SamplerConfig, ShuffledSamplerSection
 from rollmill.config.section import PlainName, merge_with_default
-from rollmill.config.task_operators import DecontaminateTasks, TaskOperatorConfig
 
 __all__ = ["FieldsConfig", "GeneratorConfig", "MixEntry", "Preset", "RowsSection", "TasksetConfig", "TasksetSection"]
 
@@ -96,12 +96,9 @@ def fill_decontamination_sets(taskset: TasksetConfig, evaluation: Sequence[Tasks
 
 
 def _lacking(section: TasksetSection) -> bool:
-    return any(isinstance(each, DecontaminateTasks) and not each.against for each in section.pipeline)
+    return any(each.lacks_held_out for each in section.pipeline)
 
 
 def _filled(section: TasksetT, rows: list[RowsSection]) -> TasksetT:
-    pipeline = [
-        each.model_copy(update={"against": rows}) if isinstance(each, DecontaminateTasks) and not each.against else each
-        for each in section.pipeline
-    ]
+    pipeline = [each.model_copy(update={"against": rows}) if each.lacks_held_out else each for each in section.pipeline]
     return section.model_copy(update={"pipeline": pipeline})
