@@ -18,10 +18,10 @@ from rollmill.config import (
     engines,
     environments,
     rewards,
-    samplers,
     trackers,
 )
 from rollmill.config.operators import OperatorSection
+from rollmill.config.samplers import SamplerSection
 from rollmill.config.section import find_sections, module_sections, section_from_signature, section_tag
 from rollmill.config.task_operators import TaskOperatorSection
 from rollmill.config.tools import ToolSection
@@ -31,7 +31,6 @@ from rollmill.registry import import_object
 HOMES: dict[str, tuple[Any, type[Any]]] = {
     "rewards": (rewards, rewards.RewardSection),
     "environments": (environments, environments.EnvironmentSection),
-    "samplers": (samplers, samplers.SamplerSection),
     "engines": (engines, engines.EngineSection),
     "trackers": (trackers, trackers.TrackerSection),
 }
@@ -39,6 +38,7 @@ HOMES: dict[str, tuple[Any, type[Any]]] = {
 COMPONENTS: dict[str, tuple[type[Any], str]] = {
     "rollmill.pipelines.builtin": (OperatorSection, "__call__"),
     "rollmill.data.operators.builtin": (TaskOperatorSection, "__call__"),
+    "rollmill.data.samplers.builtin": (SamplerSection, "next"),
     "rollmill.rollout.tools.builtin": (ToolSection, "open"),
     "rollmill.rollout.workflows": (WorkflowSection, "solve"),
 }

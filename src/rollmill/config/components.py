@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from rollmill.config.operators import OperatorSection
+from rollmill.config.samplers import SamplerSection
 from rollmill.config.section import component_sections, section_union
 from rollmill.config.task_operators import TaskOperatorSection
 from rollmill.config.tools import ToolSection
@@ -17,11 +18,13 @@ from rollmill.config.workflows import LiveRequestsWorkflow, SingleTurnWorkflow, 
 
 if TYPE_CHECKING:
     OperatorConfig = OperatorSection
+    SamplerConfig = SamplerSection
     TaskOperatorConfig = TaskOperatorSection
     ToolConfig = ToolSection
     WorkflowConfig = WorkflowSection
 else:
     OperatorConfig = section_union(component_sections("rollmill.pipelines.builtin", OperatorSection), kind="pipeline")
+    SamplerConfig = section_union(component_sections("rollmill.data.samplers.builtin", SamplerSection), kind="order")
     TaskOperatorConfig = section_union(
         component_sections("rollmill.data.operators.builtin", TaskOperatorSection), kind="task_operator"
     )

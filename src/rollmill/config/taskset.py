@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
-from rollmill.config.components import TaskOperatorConfig
+from rollmill.config.components import SamplerConfig, TaskOperatorConfig
 from rollmill.config.rows import FieldsConfig, GeneratorConfig, Preset, RowsSection
-from rollmill.config.samplers import SamplerConfig, ShuffledSamplerSection
 from rollmill.config.section import PlainName, merge_with_default
 
 __all__ = ["FieldsConfig", "GeneratorConfig", "MixEntry", "Preset", "RowsSection", "TasksetConfig", "TasksetSection"]
@@ -23,7 +22,7 @@ class TasksetSection(RowsSection):
 
     pipeline: list[TaskOperatorConfig] = []
     """Operators that clean, drop, rate or sort the tasks when they are loaded, in order."""
-    order: SamplerConfig = ShuffledSamplerSection()
+    order: SamplerConfig = TypeAdapter(SamplerConfig).validate_python("shuffled")
     """Order in which tasks are rolled out: a name, or a section with `name` and options."""
 
     @field_validator("order", mode="before")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollmill.data.encoding import preference_pair as preference_pair
     from rollmill.data.encoding import render_prompt as render_prompt
     from rollmill.data.samplers import Sampler as Sampler
-    from rollmill.data.samplers import build_sampler as build_sampler
+    from rollmill.data.samplers.factory import build_sampler as build_sampler
     from rollmill.data.taskset import RejectedRow as RejectedRow
     from rollmill.data.taskset import Taskset as Taskset
     from rollmill.data.taskset import load_taskset as load_taskset
@@ -25,7 +25,7 @@ _HOMES = {
     "RejectedRow": "taskset",
     "Sampler": "samplers",
     "Taskset": "taskset",
-    "build_sampler": "samplers",
+    "build_sampler": "samplers.factory",
     "demonstration_experience": "encoding",
     "encode_demonstration": "encoding",
     "encode_pictures": "encoding",

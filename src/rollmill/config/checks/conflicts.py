@@ -15,7 +15,6 @@ from rollmill.config.checks.workflow import workflow_conflicts
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.run import StageConfig
-from rollmill.config.samplers import CustomSamplerSection, SequentialSamplerSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, format_key_path
 from rollmill.errors import ConfigError
@@ -218,7 +217,7 @@ def _tasksets(stage: StageConfig) -> Iterator[Conflict]:
 def _useless_sort(taskset: TasksetConfig, section: TasksetSection, at: KeyPath) -> Iterator[Conflict]:
     """Reports a `sort` without effect: neither the order nor a later operator depends on the sequence of tasks."""
     orders = [part.order for part in (taskset.parts() if section is taskset else [section])]
-    if any(isinstance(order, SequentialSamplerSection | CustomSamplerSection) for order in orders):
+    if any(order.sees_sequence for order in orders):
         return
     for index, operator in enumerate(section.pipeline):
         behind = section.pipeline[index + 1 :]

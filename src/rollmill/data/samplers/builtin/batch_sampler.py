@@ -4,38 +4,43 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from pydantic import Field, PrivateAttr
 
-from rollmill.config.samplers import (
-    CurriculumSamplerSection,
-    PosteriorSamplerSection,
-    PrioritisedSamplerSection,
-    SuccessRateSamplerSection,
-)
+from rollmill.config.samplers import DifficultySamplerSection, SuccessRateSamplerSection
 from rollmill.data.samplers.base import Bools, Floats, Ints, Sampler, counter_rng, decode_array, encode_array
-from rollmill.data.samplers.success_rates import UniformGroupSkipper, build_success_tracker
-from rollmill.data.taskset import Taskset
+from rollmill.data.samplers.success_rates import SuccessTracker, UniformGroupSkipper, build_success_tracker
 from rollmill.types import Task
 
+if TYPE_CHECKING:
+    from rollmill.data.taskset import Taskset
 
-class BatchSampler(Sampler):
+
+class BatchSampler(SuccessRateSamplerSection, Sampler):
     """Draws `batch` tasks at once, with a few passes over arrays of [tasks].
 
     A batch repeats a task only if fewer tasks are eligible than it needs. Random numbers depend on the seed and the
     number of the draw.
     """
 
-    def __init__(self, order: SuccessRateSamplerSection, taskset: Taskset, seed: int, batch: int) -> None:
-        super().__init__(order, taskset, seed)
-        size = len(taskset.tasks)
-        self._size, self._batch = size, batch
-        self._success = build_success_tracker(order, size, self._column)
-        self._skipping = UniformGroupSkipper(size, order.skip_uniform)
+    _size: int = PrivateAttr()
+    _batch: int = PrivateAttr()
+    _success: SuccessTracker = PrivateAttr()
+    _skipping: UniformGroupSkipper = PrivateAttr()
+    _draws: int = PrivateAttr()
+    _handed_out: int = PrivateAttr()
+    _ready: list[int] = PrivateAttr()  # drawn and not yet handed out, in order
+    _drawn: Ints = PrivateAttr()  # number of draws of each task
+
+    def setup(self, taskset: Taskset, seed: int, batch: int) -> None:
+        self.begin(taskset, seed, self.model_dump(mode="json"))
+        self._size, self._batch = len(taskset.tasks), batch
+        self._success = build_success_tracker(self, self._size, self._column)
+        self._skipping = UniformGroupSkipper(self._size, self.skip_uniform)
         self._draws, self._handed_out = 0, 0
-        self._ready: list[int] = []  #: drawn and not yet handed out, in order
-        self._drawn: Ints = np.zeros(size, np.int64)  #: number of draws of each task
+        self._ready, self._drawn = [], np.zeros(self._size, np.int64)
 
     @property
     def epoch(self) -> int:
@@ -132,52 +137,58 @@ class WeightedSampler(BatchSampler):
 
 
 class PrioritisedSampler(WeightedSampler):
-    """P(task) proportional to max(1 - success rate, `order.floor`) (Kimi k1.5, arXiv:2501.12599)."""
+    """Sampling with probability proportional to 1 - success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4)."""
 
-    def __init__(self, order: PrioritisedSamplerSection, taskset: Taskset, seed: int, batch: int) -> None:
-        super().__init__(order, taskset, seed, batch)
-        self._floor = order.floor
+    name: Literal["prioritised"] = "prioritised"
+    floor: float = Field(0.05, gt=0, le=1)
+    """Minimum weight of a task, so that solved tasks are still visited now and then."""
 
     def _weights(self) -> Floats:
-        weights: Floats = np.maximum(1 - self._success.rates(), self._floor)
+        weights: Floats = np.maximum(1 - self._success.rates(), self.floor)
         return weights
 
 
 class PosteriorSampler(BatchSampler):
-    """Thompson sampling: draws a success rate from each task's Beta posterior and takes the tasks nearest to
-    `order.target`.
+    """Thompson sampling: draws a success rate from each task's Beta posterior and picks the tasks nearest to the
+    target."""
 
-    Tasks that were seldom rolled out have wide posteriors, so that they are explored.
-    """
-
-    def __init__(self, order: PosteriorSamplerSection, taskset: Taskset, seed: int, batch: int) -> None:
-        super().__init__(order, taskset, seed, batch)
-        self._target = order.target
+    name: Literal["posterior"] = "posterior"
+    target: float = Field(0.5, ge=0, le=1)
+    """Target success rate; rewards of 0 and 1 have the highest variance at 0.5."""
 
     def _eligible(self, step: int) -> Bools | None:
         return None
 
     def _keys(self, random: np.random.Generator) -> Floats:
-        return np.abs(random.beta(*self._success.parameters()) - self._target)
+        """Tasks that were seldom rolled out have wide posteriors, so that they are explored."""
+        return np.abs(random.beta(*self._success.parameters()) - self.target)
 
 
-class CurriculumSampler(BatchSampler):
-    """All tasks for `order.warmup` steps, then only hard ones, beyond `order.bound` (Kimi k1.5, arXiv:2501.12599).
+class CurriculumSampler(BatchSampler, DifficultySamplerSection):
+    """All tasks for some steps, then only hard ones (Kimi k1.5, arXiv:2501.12599, 2.3.4 and 3.5). If no task is hard,
+    all are drawn."""
 
-    While no task is hard, all are eligible. The least often drawn tasks come first, with random ties. Hard tasks repeat
-    within a batch if there are too few.
-    """
+    name: Literal["curriculum"] = "curriculum"
+    warmup: int = Field(20, ge=0)
+    """Initial steps of the stage in which all tasks are drawn uniformly."""
+    by: Literal["success", "difficulty"] = "success"
+    """`success`: hard tasks have a low tracked success rate. `difficulty`: hard tasks have a high number in a
+    column."""
+    bound: float = 0.5
+    """Tasks with a success rate of at most this, or a difficulty of at least this, are hard."""
+    column: str = "difficulty"
+    """Column with the difficulty. Only with by `difficulty`."""
+    _difficulty: Floats | None = PrivateAttr()
+    _warm: bool = PrivateAttr()  # True if the ready tasks were drawn in the warm-up
 
-    def __init__(self, order: CurriculumSamplerSection, taskset: Taskset, seed: int, batch: int) -> None:
-        super().__init__(order, taskset, seed, batch)
-        self._warmup, self._bound = order.warmup, order.bound
-        by_column = order.by == "difficulty"
-        self._difficulty = self._column(order.column, "order curriculum") if by_column else None
-        self._warm = True  #: True if the ready tasks were drawn in the warm-up
+    def setup(self, taskset: Taskset, seed: int, batch: int) -> None:
+        super().setup(taskset, seed, batch)
+        self._difficulty = self._column(self.column, "order curriculum") if self.by == "difficulty" else None
+        self._warm = True
 
     def next(self, step: int = 0) -> Task:
-        if (step < self._warmup) != self._warm:
-            self._warm = step < self._warmup
+        if (step < self.warmup) != self._warm:
+            self._warm = step < self.warmup
             np.subtract.at(self._drawn, self._ready, 1)  # discarded, so they do not count as drawn
             self._ready = []
         return super().next(step)
@@ -194,13 +205,14 @@ class CurriculumSampler(BatchSampler):
 
     def _hard(self) -> Bools:
         if self._difficulty is not None:
-            return self._difficulty >= self._bound
-        return self._success.rates() <= self._bound
+            return self._difficulty >= self.bound
+        return self._success.rates() <= self.bound
 
     def _eligible(self, step: int) -> Bools | None:
-        hard = None if step < self._warmup else self._hard()
+        hard = None if step < self.warmup else self._hard()
         return None if hard is None or not hard.any() else hard
 
     def _keys(self, random: np.random.Generator) -> Floats:
+        """The least often drawn tasks come first, with random ties; hard ones repeat within a batch if they are few."""
         keys: Floats = self._drawn + random.random(self._size)
         return keys
