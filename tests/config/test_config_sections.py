@@ -18,13 +18,13 @@ from rollmill.config import (
     engines,
     environments,
     rewards,
-    trackers,
 )
 from rollmill.config.operators import OperatorSection
 from rollmill.config.samplers import SamplerSection
 from rollmill.config.section import find_sections, module_sections, section_from_signature, section_tag
 from rollmill.config.task_operators import TaskOperatorSection
 from rollmill.config.tools import ToolSection
+from rollmill.config.trackers import TrackerSection
 from rollmill.config.workflows import WorkflowSection
 from rollmill.registry import import_object
 
@@ -32,7 +32,6 @@ HOMES: dict[str, tuple[Any, type[Any]]] = {
     "rewards": (rewards, rewards.RewardSection),
     "environments": (environments, environments.EnvironmentSection),
     "engines": (engines, engines.EngineSection),
-    "trackers": (trackers, trackers.TrackerSection),
 }
 
 COMPONENTS: dict[str, tuple[type[Any], str]] = {
@@ -40,6 +39,7 @@ COMPONENTS: dict[str, tuple[type[Any], str]] = {
     "rollmill.data.operators.builtin": (TaskOperatorSection, "__call__"),
     "rollmill.data.samplers.builtin": (SamplerSection, "next"),
     "rollmill.rollout.tools.builtin": (ToolSection, "open"),
+    "rollmill.trackers.builtin": (TrackerSection, "write"),
     "rollmill.rollout.workflows": (WorkflowSection, "solve"),
 }
 """Package -> base of its components, and the method that does their work."""

@@ -14,6 +14,7 @@ from rollmill.config.samplers import SamplerSection
 from rollmill.config.section import component_sections, section_union
 from rollmill.config.task_operators import TaskOperatorSection
 from rollmill.config.tools import ToolSection
+from rollmill.config.trackers import TrackerSection
 from rollmill.config.workflows import LiveRequestsWorkflow, SingleTurnWorkflow, WorkflowSection
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     SamplerConfig = SamplerSection
     TaskOperatorConfig = TaskOperatorSection
     ToolConfig = ToolSection
+    TrackerConfig = TrackerSection
     WorkflowConfig = WorkflowSection
 else:
     OperatorConfig = section_union(component_sections("rollmill.pipelines.builtin", OperatorSection), kind="pipeline")
@@ -29,6 +31,7 @@ else:
         component_sections("rollmill.data.operators.builtin", TaskOperatorSection), kind="task_operator"
     )
     ToolConfig = section_union(component_sections("rollmill.rollout.tools.builtin", ToolSection), kind="tool")
+    TrackerConfig = section_union(component_sections("rollmill.trackers.builtin", TrackerSection), kind="tracker")
     WorkflowConfig = section_union(
         [SingleTurnWorkflow, *component_sections("rollmill.rollout.workflows", WorkflowSection), LiveRequestsWorkflow],
         kind="workflow",

@@ -17,6 +17,7 @@ from rollmill.config.engines import EngineConfig, NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
+from rollmill.config.monitor import MonitorConfig
 from rollmill.config.offload import OptionalOffloadConfig
 from rollmill.config.placement import InlinePlacement, PlacementConfig
 from rollmill.config.rewards import RewardConfig
@@ -26,7 +27,6 @@ from rollmill.config.rollout import RolloutConfig
 from rollmill.config.section import FolderName, PlainName, Section
 from rollmill.config.supervision import SupervisionConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection, fill_decontamination_sets
-from rollmill.config.trackers import MonitorConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.config.workflows import RoleConfig, SingleTurnWorkflow
 

@@ -5,24 +5,34 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from rollmill.config.trackers import TrackioSection
+from pydantic import PrivateAttr
+
+from rollmill.config.trackers import ServiceTrackerSection
 from rollmill.trackers.metrics_log import Metrics, TrackedRun, numbers
 from rollmill.types import Experience
 
 
-class TrackioTracker:
-    """Logs to a run of trackio's local database, or of a Space; a resumed run continues it."""
+class TrackioTracker(ServiceTrackerSection):
+    """trackio (extra `trackio`), which stores runs in a local database; `trackio show` opens its dashboard."""
 
-    def __init__(self, config: TrackioSection, run: TrackedRun) -> None:
+    needs_extra = ("trackio", "trackio")
+    name: Literal["trackio"] = "trackio"
+    project: str = "rollmill"
+    """Project that the run belongs to."""
+    space: str | None = None
+    """Hugging Face Space that shows the run, such as `user/space`. Default: only the local database."""
+    _run: Any = PrivateAttr()
+
+    def setup(self, run: TrackedRun) -> None:
         import trackio
 
         with contextlib.redirect_stdout(io.StringIO()):  # it explains its dashboard there
-            self._run: Any = trackio.init(
-                project=config.project,
+            self._run = trackio.init(
+                project=self.project,
                 name=run.folder.resolve().name,
-                space_id=config.space,
+                space_id=self.space,
                 config=run.settings(),
                 resume="allow",
                 embed=False,

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from rollmill.config.trackers import WandbSection
+from pydantic import PrivateAttr
+
+from rollmill.config.trackers import ServiceTrackerSection
 from rollmill.errors import ConfigError
 from rollmill.trackers.metrics_log import Metrics, TrackedRun, numbers
 from rollmill.types import Experience
 
 
-class WandbTracker:
-    """Logs to one run of W&B, which a resumed run continues.
+class WandbTracker(ServiceTrackerSection):
+    """Weights & Biases (extra `wandb`). A resumed run continues the same run there; files are in RUN/wandb."""
 
-    The x axis is `step`, not W&B's own counter: a resumed run repeats steps, and W&B drops what its counter has passed.
-    Raises ConfigError if W&B refuses the run.
-    """
+    needs_extra = ("wandb", "wandb")
+    name: Literal["wandb"] = "wandb"
+    project: str = "rollmill"
+    """Project that the run belongs to."""
+    entity: str | None = None
+    """User or team. Default: that of the API key."""
+    group: str | None = None
+    """Group of runs that it belongs to."""
+    tags: list[str] = []
+    """Tags of the run."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` only writes RUN/wandb, which `wandb sync` uploads later."""
+    _run: Any = PrivateAttr()
 
-    def __init__(self, config: WandbSection, run: TrackedRun) -> None:
+    def setup(self, run: TrackedRun) -> None:
         import wandb
 
-        key = f"wandb/{config.project}"
+        key = f"wandb/{self.project}"
         known = run.service_id(key)
         try:
-            self._run: Any = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                group=config.group,
-                tags=config.tags or None,
-                mode=config.mode,
+            self._run = wandb.init(
+                project=self.project,
+                entity=self.entity,
+                group=self.group,
+                tags=self.tags or None,
+                mode=self.mode,
                 id=known,
                 resume=None if known is None else "allow",
                 name=run.folder.resolve().name,
@@ -44,6 +56,7 @@ class WandbTracker:
                 f"monitor.trackers: W&B does not accept the run: {reason}; run `wandb login`, or use `mode: offline`"
             ) from error
         run.keep_service_id(key, self._run.id)
+        # the x axis is `step`: a resumed run repeats steps, and W&B drops what its own counter has passed
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

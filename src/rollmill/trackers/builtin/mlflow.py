@@ -6,9 +6,11 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from rollmill.config.trackers import MLflowSection
+from pydantic import PrivateAttr
+
+from rollmill.config.trackers import ServiceTrackerSection
 from rollmill.errors import ConfigError
 from rollmill.trackers.metrics_log import Metrics, TrackedRun, numbers
 from rollmill.types import Experience
@@ -18,25 +20,36 @@ _BATCH = 100
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 
 
-class MLflowTracker:
-    """Logs to one run of MLflow, which a resumed run continues; the run file's values are its parameters.
+class MLflowTracker(ServiceTrackerSection):
+    """MLflow (extra `mlflow`). A resumed run continues the same run there."""
 
-    Raises ConfigError if the server cannot be reached, or refuses the run.
-    """
+    needs_extra = ("mlflow", "mlflow")
+    name: Literal["mlflow"] = "mlflow"
+    uri: str | None = None
+    """Tracking server or database, such as `http://localhost:5000` or `sqlite:///mlflow.db`. Default: MLflow's own,
+    from `MLFLOW_TRACKING_URI`."""
+    experiment: str = "rollmill"
+    """Experiment that the run belongs to; it is made if it does not exist."""
+    _client: Any = PrivateAttr()
+    _id: str = PrivateAttr()
 
-    def __init__(self, config: MLflowSection, run: TrackedRun) -> None:
+    def setup(self, run: TrackedRun) -> None:
+        """Open the run; the values of a new run's run file are its parameters.
+
+        Raises ConfigError if the server cannot be reached, or refuses the run.
+        """
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its default of 7 waits for minutes
         from mlflow import MlflowClient
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
-        key = f"mlflow/{config.experiment}"
+        key = f"mlflow/{self.experiment}"
         try:
-            self._client: Any = MlflowClient(config.uri)
+            self._client = MlflowClient(self.uri)
             known = run.service_id(key)
             if known is None:
-                experiment = self._client.get_experiment_by_name(config.experiment)
-                where = experiment.experiment_id if experiment else self._client.create_experiment(config.experiment)
+                experiment = self._client.get_experiment_by_name(self.experiment)
+                where = experiment.experiment_id if experiment else self._client.create_experiment(self.experiment)
                 self._id = self._client.create_run(where, run_name=run.folder.resolve().name).info.run_id
                 run.keep_service_id(key, self._id)
                 params = [Param(name, value) for name, value in _flatten(run.settings())]
@@ -47,7 +60,7 @@ class MLflowTracker:
                 self._client.update_run(known, status="RUNNING")
         except MlflowException as error:
             raise ConfigError(
-                f"monitor.trackers: MLflow at {config.uri or 'its default place'} does not accept the run: {error}"
+                f"monitor.trackers: MLflow at {self.uri or 'its default place'} does not accept the run: {error}"
             ) from error
 
     def write(self, metrics: Metrics, experiences: Sequence[Experience] = ()) -> None:

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from rollmill.config.trackers import SwanLabSection
+from pydantic import PrivateAttr
+
+from rollmill.config.trackers import ServiceTrackerSection
 from rollmill.trackers.metrics_log import Metrics, TrackedRun, numbers
 from rollmill.types import Experience
 
 
-class SwanLabTracker:
-    """Logs to a run of SwanLab. Online, a resumed run continues it; offline, it starts a new one."""
+class SwanLabTracker(ServiceTrackerSection):
+    """SwanLab (extra `swanlab`). Files are in RUN/swanlog."""
 
-    def __init__(self, config: SwanLabSection, run: TrackedRun) -> None:
+    needs_extra = ("swanlab", "swanlab")
+    name: Literal["swanlab"] = "swanlab"
+    project: str = "rollmill"
+    """Project that the run belongs to."""
+    workspace: str | None = None
+    """Workspace. Default: that of the API key."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` only writes RUN/swanlog, which `swanlab sync` uploads later."""
+    _run: Any = PrivateAttr()
+
+    def setup(self, run: TrackedRun) -> None:
+        """Open the run. Online, a resumed run continues it; offline, it starts a new one."""
         import swanlab
 
-        key = f"swanlab/{config.project}"
-        known = run.service_id(key) if config.mode == "online" else None
-        self._run: Any = swanlab.init(
-            project=config.project,
-            workspace=config.workspace,
+        key = f"swanlab/{self.project}"
+        known = run.service_id(key) if self.mode == "online" else None
+        self._run = swanlab.init(
+            project=self.project,
+            workspace=self.workspace,
             name=run.folder.resolve().name,
-            mode=config.mode,
+            mode=self.mode,
             log_dir=str(run.folder / "swanlog"),
             id=known,
             resume=None if known is None else "allow",
             config=run.settings(),
         )
-        if config.mode == "online":
+        if self.mode == "online":
             run.keep_service_id(key, self._run.id)
 
     def write(self, metrics: Metrics, experiences: Sequence[Experience] = ()) -> None:

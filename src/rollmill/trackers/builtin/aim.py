@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
-from rollmill.config.trackers import AimSection
+from pydantic import PrivateAttr
+
+from rollmill.config.trackers import ServiceTrackerSection
 from rollmill.trackers.metrics_log import Metrics, TrackedRun, numbers
 from rollmill.types import Experience
 
 
-class AimTracker:
-    """Logs to one run of an Aim repository, which a resumed run continues."""
+class AimTracker(ServiceTrackerSection):
+    """Aim (extra `aim`), which stores runs in a repository on this machine or on a server; `aim up` opens its pages.
+    A resumed run continues the same run there."""
 
-    def __init__(self, config: AimSection, run: TrackedRun) -> None:
+    needs_extra = ("aim", "aim")
+    name: Literal["aim"] = "aim"
+    repo: str | None = None
+    """Folder of the repository, or `aim://HOST:PORT`. Default: Aim's own, the nearest folder with `.aim` from the
+    working folder upwards, or the working folder."""
+    experiment: str = "rollmill"
+    """Experiment that the run belongs to."""
+    _run: Any = PrivateAttr()
+
+    def setup(self, run: TrackedRun) -> None:
         import aim
 
-        key = f"aim/{config.repo or 'default'}"
+        key = f"aim/{self.repo or 'default'}"
         known = run.service_id(key)
-        self._run: Any = aim.Run(
+        self._run = aim.Run(
             known,
-            repo=config.repo,
-            experiment=config.experiment,
+            repo=self.repo,
+            experiment=self.experiment,
             force_resume=known is not None,  # a killed run has left its lock
             system_tracking_interval=None,
             capture_terminal_logs=False,
