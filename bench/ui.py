@@ -79,12 +79,11 @@ def make_run(run: Path, steps: int, tokens: int) -> Path:
     import yaml
 
     from rollmill.config.model import TokenizerConfig
-    from rollmill.config.trackers import TensorBoardSection
     from rollmill.models.from_scratch import train_tokenizer
     from rollmill.models.run_tokenizer import save_run_tokenizer
+    from rollmill.trackers.builtin.tensorboard import TensorBoardTracker
     from rollmill.trackers.metrics_log import MetricsLog, TrackedRun
     from rollmill.trackers.rollout_log import RolloutLog
-    from rollmill.trackers.tensorboard import TensorBoardTracker
 
     run.mkdir(parents=True)
     section = {"name": "long", "steps": steps, "model": {"path": "new"}, "algorithm": {"name": "grpo"}}
@@ -93,7 +92,8 @@ def make_run(run: Path, steps: int, tokens: int) -> Path:
     save_run_tokenizer(run, tokenizer, tokenizer.eos_token_id)
     rng = np.random.default_rng(0)
     log, store = MetricsLog(run / "metrics.jsonl"), RolloutLog(run / "rollouts")
-    tracker = TensorBoardTracker(TensorBoardSection(completions=0), TrackedRun(run, "long"))
+    tracker = TensorBoardTracker(completions=0)
+    tracker.setup(TrackedRun(run, "long"))
     count = max(1, tokens // steps // 25)
     length = max(2, tokens // steps // count)
     for step in range(1, steps + 1):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollmill.config.trackers import MonitorConfig
+from rollmill.config.monitor import MonitorConfig
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.trackers import wilson_interval
 from rollmill.trackers.run_views import PlainView

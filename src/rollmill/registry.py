@@ -66,8 +66,8 @@ def find_reward(spec: str) -> Callable[..., Any]:
 
 
 def build_component(section: Section, *resources: Any) -> Any:
-    """Build the component of a section: its implementation, called with the section and as many of the `resources` as
-    it takes.
+    """Build the component of a section: a copy of it that is set up with the `resources`, or its implementation,
+    called with the section and as many of the `resources` as it takes.
 
     That of a user's registered function is the function with its options; that of a registered class, an instance made
     from the resources and its options.
@@ -77,6 +77,10 @@ def build_component(section: Section, *resources: Any) -> Any:
         if not inspect.isclass(registered):
             return partial(registered, **options)
         return registered(*resources[: _positional_count(registered)], **options)
+    if not section.implementation:
+        component: Any = section.model_copy()
+        component.setup(*resources)
+        return component
     build = import_object(section.implementation)
     return build(section, *resources[: _positional_count(build) - 1])
 

@@ -18,8 +18,9 @@ from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.offline_data import RatingOverrides, StoreReader, TasksetDemonstrations
 from rollmill.buffer.sql import SqlStore
-from rollmill.config.samplers import CurriculumSamplerSection, ShuffledSamplerSection
 from rollmill.data import Taskset, build_sampler
+from rollmill.data.samplers.builtin.batch_sampler import CurriculumSampler
+from rollmill.data.samplers.builtin.epochs import ShuffledSampler
 from rollmill.errors import StoreError
 from rollmill.types import Experience, ExperienceSource, Task
 
@@ -61,7 +62,7 @@ def pool(
     if tasks:
         rows = [Task(f"task-{n}", "p", response="r") for n in range(tasks)]
         own = TasksetDemonstrations(
-            build_sampler(Taskset("s", rows, []), ShuffledSamplerSection(), 0, batch=4),
+            build_sampler(Taskset("s", rows, []), ShuffledSampler(), 0, batch=4),
             lambda task, place: [experience(task.id)],
             rows,
         )
@@ -238,7 +239,7 @@ def test_the_last_rating_that_was_not_undone_counts(store: ExperienceStore) -> N
 def test_an_order_that_goes_by_steps_is_told_them() -> None:
     """A curriculum by difficulty also orders demonstrations, and its warm-up ends."""
     rows = [Task(f"task-{n}", "p", response="r", metadata={"difficulty": n / 5}) for n in range(6)]
-    order = CurriculumSamplerSection(by="difficulty", warmup=2, bound=0.7)
+    order = CurriculumSampler(by="difficulty", warmup=2, bound=0.7)
     sampler = build_sampler(Taskset("s", rows, []), order, 0, batch=4, observed=False)
     tasks = TasksetDemonstrations(sampler, lambda task, place: [experience(task.id)], rows)
     experts = DemonstrationPool(tasks, [], pairs=False, rated_at_least=None, tokenizer="abc", context=8, seed=0)

@@ -1,9 +1,13 @@
-"""Components are found in their packages: every section names an implementation that takes it."""
+"""Components are found in their packages: each is a section that does the work, or names what takes it."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import pickle
+import subprocess
+import sys
+from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
@@ -13,29 +17,36 @@ from rollmill import config as configs
 from rollmill.config import (
     engines,
     environments,
-    operators,
     rewards,
-    samplers,
-    task_operators,
-    tools,
-    trackers,
-    workflows,
 )
+from rollmill.config.operators import OperatorSection
+from rollmill.config.samplers import SamplerSection
 from rollmill.config.section import find_sections, module_sections, section_from_signature, section_tag
+from rollmill.config.task_operators import TaskOperatorSection
+from rollmill.config.tools import ToolSection
+from rollmill.config.trackers import TrackerSection
 from rollmill.config.workflows import WorkflowSection
 from rollmill.registry import import_object
 
 HOMES: dict[str, tuple[Any, type[Any]]] = {
     "rewards": (rewards, rewards.RewardSection),
-    "operators": (operators, operators.OperatorSection),
-    "workflows": (workflows, workflows.WorkflowSection),
     "environments": (environments, environments.EnvironmentSection),
-    "tools": (tools, tools.ToolSection),
-    "task_operators": (task_operators, task_operators.TaskOperatorSection),
-    "samplers": (samplers, samplers.SamplerSection),
     "engines": (engines, engines.EngineSection),
-    "trackers": (trackers, trackers.TrackerSection),
 }
+
+COMPONENTS: dict[str, tuple[type[Any], str]] = {
+    "rollmill.pipelines.builtin": (OperatorSection, "__call__"),
+    "rollmill.data.operators.builtin": (TaskOperatorSection, "__call__"),
+    "rollmill.data.samplers.builtin": (SamplerSection, "next"),
+    "rollmill.rollout.tools.builtin": (ToolSection, "open"),
+    "rollmill.trackers.builtin": (TrackerSection, "write"),
+    "rollmill.rollout.workflows": (WorkflowSection, "solve"),
+}
+"""Package -> base of its components, and the method that does their work."""
+
+
+def components(package: str) -> list[type[Any]]:
+    return find_sections(package, import_module(package).__path__, COMPONENTS[package][0])
 
 
 def sections(kind: str) -> list[type[Any]]:
@@ -56,12 +67,42 @@ def test_every_implementation_exists_and_takes_its_section_first(kind: str) -> N
     found = sections(kind)
     assert len({section_tag(each) for each in found}) == len(found) > 0
     for section in found:
-        if issubclass(section, WorkflowSection) and section.single_turn:
-            continue
         implementation = import_object(section.implementation)
         first = next(iter(inspect.signature(implementation).parameters.values()))
         named = str(first.annotation).rpartition(".")[2]
         assert named in [each.__name__ for each in section.__mro__] or " | " in str(first.annotation), section
+
+
+@pytest.mark.parametrize("package", COMPONENTS)
+def test_every_component_does_its_work_itself(package: str) -> None:
+    base, method = COMPONENTS[package]
+    found = components(package)
+    assert len({section_tag(each) for each in found}) == len(found) > 0
+    for section in found:
+        assert getattr(section, method, None) is not getattr(base, method, None), section
+        assert not section.implementation
+
+
+@pytest.mark.parametrize("package", COMPONENTS)
+def test_a_section_of_a_run_file_has_no_state(package: str) -> None:
+    """A run works with a copy; sections are sent to other processes and compared."""
+    for section in components(package):
+        made = section.model_construct(name=section_tag(section))
+        assert not made.__pydantic_private__
+        assert pickle.loads(pickle.dumps(made)) == made
+
+
+def test_components_can_be_imported_before_the_run_file() -> None:
+    """The search would miss those of a module that is half imported."""
+    lines = ["import sys, importlib, pkgutil"]
+    for package in COMPONENTS:
+        lines += [
+            f"for each in pkgutil.iter_modules(importlib.import_module('{package}').__path__):",
+            f"    importlib.import_module(f'{package}.{{each.name}}')",
+        ]
+    lines += ["print(sorted(sys.modules.keys() & {'rollmill.config.components', 'torch', 'transformers'}))"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_file_in_the_package_is_enough(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,5 +130,5 @@ def test_a_registered_section_is_made_without_parsing_its_source(monkeypatch: py
 
     with monkeypatch.context() as patched:
         patched.setattr(ast, "parse", parse)
-        section = section_from_signature(mine, operators.OperatorSection)
+        section = section_from_signature(mine, OperatorSection)
     assert section.model_validate({"name": "mine", "share": 0.25}).arguments() == {"share": 0.25}

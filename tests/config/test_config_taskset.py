@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.samplers import CurriculumSamplerSection, PrioritisedSamplerSection, ShuffledSamplerSection
+from rollmill.data.samplers.builtin.batch_sampler import CurriculumSampler, PrioritisedSampler
+from rollmill.data.samplers.builtin.epochs import ShuffledSampler
 from rollmill.errors import ConfigError
 
 TASKSET = {"path": "tasks.jsonl"}
@@ -33,11 +34,11 @@ def order(*arguments: Any, **keys: Any) -> Any:
 
 
 def test_an_order_is_a_name_or_a_section(folder: Path) -> None:
-    assert order({}) == order({"order": "shuffled"}) == ShuffledSamplerSection()
-    assert order({"order": "prioritised"}) == PrioritisedSamplerSection()
-    assert order({"order": {"name": "prioritised", "floor": 0.3}}) == PrioritisedSamplerSection(floor=0.3)
-    assert order({"order": {"skip_uniform": 2}}) == ShuffledSamplerSection(skip_uniform=2)
-    assert order({"order": "curriculum"}, "taskset.order.warmup=3") == CurriculumSamplerSection(warmup=3)
+    assert order({}) == order({"order": "shuffled"}) == ShuffledSampler()
+    assert order({"order": "prioritised"}) == PrioritisedSampler()
+    assert order({"order": {"name": "prioritised", "floor": 0.3}}) == PrioritisedSampler(floor=0.3)
+    assert order({"order": {"skip_uniform": 2}}) == ShuffledSampler(skip_uniform=2)
+    assert order({"order": "curriculum"}, "taskset.order.warmup=3") == CurriculumSampler(warmup=3)
 
 
 def test_stages_replace_or_refine_an_order(folder: Path) -> None:
@@ -48,9 +49,9 @@ def test_stages_replace_or_refine_an_order(folder: Path) -> None:
     ]
     run = loaded({"order": {"name": "prioritised", "prior": 0.3}}, stages=stages)
     assert [stage.taskset.order for stage in run.stages] == [
-        PrioritisedSamplerSection(prior=0.3, floor=0.2),
-        CurriculumSamplerSection(),
-        PrioritisedSamplerSection(prior=0.3),
+        PrioritisedSampler(prior=0.3, floor=0.2),
+        CurriculumSampler(),
+        PrioritisedSampler(prior=0.3),
     ]
     Path("again.yaml").write_text(run.to_yaml())
     assert load_run(Path("again.yaml"), require_files=False).stages == run.stages

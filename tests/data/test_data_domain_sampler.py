@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.config.domains import DomainConfig, MixingConfig
-from rollmill.config.samplers import ShuffledSamplerSection
-from rollmill.data.samplers import build_sampler
+from rollmill.data.samplers.builtin.epochs import ShuffledSampler
 from rollmill.data.samplers.domains import DomainSampler
+from rollmill.data.samplers.factory import build_sampler
 from rollmill.data.taskset import MixtureComponent, Taskset
 from rollmill.errors import TasksetError
 from rollmill.types import Task
@@ -30,12 +30,10 @@ class Clock:
 def sampler_of(weights: dict[str, Any], sizes: dict[str, int] | None = None, **mixing: Any) -> DomainSampler:
     sizes = sizes or dict.fromkeys(weights, 10)
     tasks = [Task(f"{name}/{n}", "?", taskset=name) for name in weights for n in range(sizes[name])]
-    mixed = tuple(MixtureComponent(name, 1.0, ShuffledSamplerSection()) for name in weights)
+    mixed = tuple(MixtureComponent(name, 1.0, ShuffledSampler()) for name in weights)
     domains = {name: DomainConfig(taskset={"path": "x.jsonl"}, weight=weight) for name, weight in weights.items()}
     taskset = Taskset("all", tasks, [], mixed=mixed)
-    sampler = build_sampler(
-        taskset, ShuffledSamplerSection(), 3, batch=8, domains=domains, mixing=MixingConfig(**mixing)
-    )
+    sampler = build_sampler(taskset, ShuffledSampler(), 3, batch=8, domains=domains, mixing=MixingConfig(**mixing))
     assert isinstance(sampler, DomainSampler)
     sampler._clock = Clock()
     return sampler

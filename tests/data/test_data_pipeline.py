@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 import rollmill
 from rollmill.config import section as parts
 from rollmill.config.loader import load_run
-from rollmill.config.task_operators import DeduplicateTasks
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import Taskset, load_taskset
 from rollmill.data.operators import TaskBatch
-from rollmill.data.operators.deduplication import normalize_text, word_ngrams, words
+from rollmill.data.operators.builtin.deduplication import DeduplicateTasks, normalize_text, word_ngrams, words
 from rollmill.errors import ConfigError, TasksetError
 from rollmill.types import Task
 
@@ -88,7 +87,7 @@ def test_clean_says_what_it_changed(folder: Path) -> None:
 
 @given(st.text())
 def test_cleaning_twice_is_cleaning_once(text: str) -> None:
-    from rollmill.config.task_operators import CleanTasks
+    from rollmill.data.operators.builtin.clean import CleanTasks
     from rollmill.data.operators.pipeline import run_task_pipeline
 
     for options in (CleanTasks(), CleanTasks(unicode="NFKC", whitespace="all")):

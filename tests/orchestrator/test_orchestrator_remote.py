@@ -17,8 +17,8 @@ from rollmill.buffer.base import IMPORTED
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.offline_data import RatingOverrides
 from rollmill.config.run import StageConfig
-from rollmill.config.samplers import ShuffledSamplerSection
 from rollmill.data import Taskset, build_sampler
+from rollmill.data.samplers.builtin.epochs import ShuffledSampler
 from rollmill.errors import DeadlineError
 from rollmill.orchestrator.batches import RolloutBatches, RolloutComponents
 from rollmill.orchestrator.scheduler import RolloutScheduler
@@ -65,7 +65,7 @@ class Trainer:
 
     def __init__(self, config: StageConfig, store: MemoryStore, chance: random.Random) -> None:
         self.config, self.store, self.explorer = config, store, Scripted(chance)
-        sampler = build_sampler(TASKS, ShuffledSamplerSection(), 0, batch=config.rollout.batch)
+        sampler = build_sampler(TASKS, ShuffledSampler(), 0, batch=config.rollout.batch)
         rollouts = RolloutScheduler(
             config,
             sampler=sampler,

@@ -13,8 +13,8 @@ import pytest
 from run_factory import experience
 from tiny import GRPO, HELD_OUT, SFT, tiny_run
 
+from rollmill.config.monitor import MonitorConfig
 from rollmill.config.run import StageConfig
-from rollmill.config.trackers import MonitorConfig
 from rollmill.errors import RewardError
 from rollmill.launch import run
 from rollmill.orchestrator.missing_verdicts import rewards_without_verdict

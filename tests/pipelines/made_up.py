@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import TypeAdapter
 from toys import toy_tokenizer
 
-from rollmill.config.operators import OperatorConfig
-from rollmill.config.operators.base import OperatorSection
+from rollmill.config.components import OperatorConfig
+from rollmill.config.operators import OperatorSection
 from rollmill.pipelines import OperatorReport, Pipeline, PipelineContext
 from rollmill.pipelines.pipeline import PipelineResources, build_pipeline
 from rollmill.rewards import build_reward_manager

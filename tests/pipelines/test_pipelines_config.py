@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.operators.filters import CheckOperator, VerifyOperator
 from rollmill.errors import ConfigError
+from rollmill.pipelines.builtin.verification import CheckOperator, VerifyOperator
 
 RUN = """\
 model: {new: {hidden_size: 32}}

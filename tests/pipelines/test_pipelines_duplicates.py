@@ -14,7 +14,7 @@ from made_up import context, group, ids, pipeline, process
 
 from rollmill.errors import ConfigError
 from rollmill.pipelines import Pipeline
-from rollmill.pipelines.deduplication import LRUCache, text_ngrams
+from rollmill.pipelines.builtin.deduplication import LRUCache, text_ngrams
 
 LONG = "Six times two is twelve, because two and two and two and two and two and two make twelve in all."
 NEAR = LONG.replace("in all", "altogether")

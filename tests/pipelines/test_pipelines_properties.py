@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import context, ids, pipeline, plain, rollout
 
-from rollmill.config.operators import OperatorConfig
+from rollmill.config.components import OperatorConfig
 from rollmill.config.validation_errors import section_classes
 from rollmill.pipelines import OperatorReport, Pipeline
 from rollmill.types import Experience, ExperienceSource, StopReason

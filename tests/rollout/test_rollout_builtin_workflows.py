@@ -16,17 +16,7 @@ from toys import toy_tokenizer
 from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.rewards.text import ExactReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
-from rollmill.config.tools import CalculatorTool
-from rollmill.config.workflows import (
-    EnvironmentWorkflow,
-    FewShotWorkflow,
-    JudgedWorkflow,
-    ReActWorkflow,
-    ReflectionWorkflow,
-    ToolWorkflow,
-    VoteWorkflow,
-    WorkflowSection,
-)
+from rollmill.config.workflows import WorkflowSection
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ConfigError, ContextLengthError, WorkflowError
 from rollmill.rewards import build_reward_manager
@@ -35,9 +25,15 @@ from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.environments.base import StepResult
 from rollmill.rollout.resources import WorkflowResources, build_workflow
 from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
+from rollmill.rollout.tools.builtin.calculator import CalculatorTool
 from rollmill.rollout.workflow import Rollout
-from rollmill.rollout.workflows.react import parse_action
-from rollmill.rollout.workflows.vote import extract_vote, majority_vote
+from rollmill.rollout.workflows.environment import EnvironmentWorkflow
+from rollmill.rollout.workflows.few_shot import FewShotWorkflow
+from rollmill.rollout.workflows.judged import JudgedWorkflow
+from rollmill.rollout.workflows.react import ReActWorkflow, parse_action
+from rollmill.rollout.workflows.reflection import ReflectionWorkflow
+from rollmill.rollout.workflows.tools import ToolWorkflow
+from rollmill.rollout.workflows.vote import VoteWorkflow, majority_vote
 from rollmill.types import Completion, Experience, StopReason, Task
 
 CHAT = Task("t", [{"role": "user", "content": "17*23?"}], answer="391")
@@ -321,15 +317,15 @@ def test_votes_are_experiences_with_rewards_of_their_own(task: Task) -> None:
 
 def test_answers_that_are_voted_on() -> None:
     section = VoteWorkflow(pattern=r"(\d+) apples")
-    assert extract_vote(section, "3 apples, no, 4 apples") == "4"
-    assert extract_vote(section, "none") is None
-    assert extract_vote(VoteWorkflow(), "  A  b ") == "a b"
+    assert section.extract("3 apples, no, 4 apples") == "4"
+    assert section.extract("none") is None
+    assert VoteWorkflow().extract("  A  b ") == "a b"
     assert majority_vote(["a", "b", None, "b", "a"]) == "a"
     assert majority_vote([None, None]) is None
 
 
 def test_a_pattern_that_takes_too_long_finds_nothing() -> None:
-    assert extract_vote(VoteWorkflow(pattern="(.*?,){20}P"), "1," * 60) is None
+    assert VoteWorkflow(pattern="(.*?,){20}P").extract("1," * 60) is None
 
 
 def test_spaces_without_end_are_no_action() -> None:

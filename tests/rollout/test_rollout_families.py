@@ -25,11 +25,10 @@ from safetensors.numpy import load_file
 
 import rollmill
 from bench.chat_templates.tokenizers import stand_in
+from rollmill.config.components import ToolConfig
 from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.rewards.text import ExactReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
-from rollmill.config.tools import ToolConfig
-from rollmill.config.workflows import ToolWorkflow
 from rollmill.data.renderer import Renderer
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ChatTemplateError
@@ -40,6 +39,7 @@ from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.resources import WorkflowResources, build_workflow
 from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
 from rollmill.rollout.tools.function_tool import FunctionTool, tool
+from rollmill.rollout.workflows.tools import ToolWorkflow
 from rollmill.types import Completion, Experience, Message, StopReason, Task
 
 FAST = ("qwen3", "gptoss", "qwen3_5_think")

@@ -17,14 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
-from rollmill.config.tools import CalculatorTool, PythonTool, SearchTool, ToolSection
+from rollmill.config.tools import ToolSection
 from rollmill.data.images import PictureFolder
 from rollmill.errors import ConfigError, WorkflowError
 from rollmill.rollout.environments.base import picture_parts
-from rollmill.rollout.tools.calculator import calculator
+from rollmill.rollout.tools.builtin.calculator import CalculatorTool, calculator
+from rollmill.rollout.tools.builtin.python import PythonTool
+from rollmill.rollout.tools.builtin.search import BM25Index, SearchTool, split_passages
 from rollmill.rollout.tools.function_tool import FunctionTool, tool
 from rollmill.rollout.tools.pool import ToolPool
-from rollmill.rollout.tools.search import BM25Index, split_passages
 from rollmill.rollout.tools.toolbox import Tool, Toolbox, ToolError
 from rollmill.rollout.workflow import Rollout
 from rollmill.types import Task
@@ -175,7 +176,7 @@ def test_a_function_s_schema_comes_from_its_types_and_docstring() -> None:
 def test_users_functions_are_tools() -> None:
     for function in (weather, slow, of_task):
         tool(function)
-    from rollmill.config.tools import ToolConfig
+    from rollmill.config.components import ToolConfig
 
     read = TypeAdapter(ToolConfig).validate_python
     sections = [
@@ -210,7 +211,7 @@ def test_users_functions_are_tools() -> None:
 
 def test_a_tool_that_never_returns_fails_its_rollout_in_the_end() -> None:
     tool(slow)
-    from rollmill.config.tools import ToolConfig
+    from rollmill.config.components import ToolConfig
 
     sections = [TypeAdapter(ToolConfig).validate_python({"name": "slow", "time_limit_s": 0.01})]
     with pytest.raises(WorkflowError, match=r"`slow` did not return within 0.01 s: 9 threads are stuck in `slow`"):
@@ -227,7 +228,7 @@ def test_a_result_that_is_no_json_is_told() -> None:
         return {(1, 2): 3}
 
     tool(pairs)
-    from rollmill.config.tools import ToolConfig
+    from rollmill.config.components import ToolConfig
 
     found, _, _ = used([TypeAdapter(ToolConfig).validate_python("pairs")], ("pairs", {}))
     assert found[0].content.startswith("Error: TypeError: keys must be str")

@@ -20,8 +20,10 @@ from tiny import tiny_run
 from waiting import wait_until
 
 from rollmill.config.loader import load_run
-from rollmill.config.tools import CalculatorTool, MCPTool, ToolSection
+from rollmill.config.tools import ToolSection
 from rollmill.errors import ConfigError, WorkflowError
+from rollmill.rollout.tools.builtin.calculator import CalculatorTool
+from rollmill.rollout.tools.builtin.mcp import MCPTool
 from rollmill.rollout.tools.pool import ToolPool
 from rollmill.rollout.tools.toolbox import Toolbox, ToolResult
 from rollmill.rollout.workflow import Rollout
@@ -259,7 +261,7 @@ def _listens(port: int) -> bool:
 
 
 def test_structured_results_without_text_are_json() -> None:
-    from rollmill.rollout.tools.mcp_server import _result_content
+    from rollmill.rollout.tools.builtin.mcp import _result_content
 
     result = rollmill_result(content=[], structured_content={"a": [1]})
     found = _result_content(result)
@@ -270,7 +272,7 @@ def test_structured_results_without_text_are_json() -> None:
 def test_pictures_in_results_are_parts() -> None:
     from mcp.types import AudioContent, ImageContent, TextContent
 
-    from rollmill.rollout.tools.mcp_server import _result_content
+    from rollmill.rollout.tools.builtin.mcp import _result_content
 
     drawn = ImageContent(type="image", data="AAAA", mime_type="image/png")
     heard = AudioContent(type="audio", data="AAAA", mime_type="audio/wav")

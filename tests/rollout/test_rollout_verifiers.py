@@ -20,11 +20,10 @@ import psutil
 import pytest
 from environment_pools import in_loop
 
-from rollmill.config.workflows import VerifiersWorkflow
 from rollmill.data.verifiers import PYTHON, rows
 from rollmill.errors import ConfigError, EpisodeError, TasksetError
 from rollmill.rollout.verifiers_process import VerifiersProcessPool
-from rollmill.rollout.workflows.verifiers import VerifiersRunner
+from rollmill.rollout.workflows.verifiers import VerifiersWorkflow
 from rollmill.types import Task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,16 +111,18 @@ def task(index: int) -> Task:
     return Task(f"sums:{index}", "q", metadata={"verifiers": index})
 
 
-def runner(pool: VerifiersProcessPool) -> VerifiersRunner:
+def workflow(pool: VerifiersProcessPool) -> VerifiersWorkflow:
     resources: Any = SimpleNamespace(kept=lambda section, make: pool)
-    return VerifiersRunner(config(), resources)
+    made = config()
+    made.setup(resources)
+    return made
 
 
 async def roll_out(
     pool: VerifiersProcessPool, server: Server, index: int, policy: Any = None
 ) -> dict[str, float | None]:
     access = Access(server.url, f"sk-run:{index}")
-    return await runner(pool)(task(index), policy or Logged(), access)
+    return await workflow(pool).solve(task(index), policy or Logged(), access)
 
 
 @needs_verifiers
@@ -205,7 +206,7 @@ def test_a_missing_python_is_named(tmp_path: Path) -> None:
 async def test_a_task_of_another_set_is_refused() -> None:
     nobody: Any = None
     with pytest.raises(TasksetError, match=r"give taskset.function: rollmill.data.verifiers:rows"):
-        await runner(VerifiersProcessPool(config()))(Task("t:1", "q"), nobody, Access("", ""))
+        await workflow(VerifiersProcessPool(config())).solve(Task("t:1", "q"), nobody, Access("", ""))
 
 
 @in_loop

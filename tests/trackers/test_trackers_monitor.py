@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from run_factory import STAGES, evaluation_metrics, make_run, rollouts, training_metrics
 
-from rollmill.config.trackers import MonitorConfig
+from rollmill.config.monitor import MonitorConfig
 from rollmill.errors import RollmillError
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.trackers import PlainView, peak_rss_mb, read_metrics, read_summary, stored_steps, write_summary

@@ -11,7 +11,7 @@ import pytest
 from tiny import tiny_run
 
 from rollmill.cli import main
-from rollmill.config.trackers import MonitorConfig
+from rollmill.config.monitor import MonitorConfig
 from rollmill.trackers.metric_names import add_names, other_names
 
 METRICS = {

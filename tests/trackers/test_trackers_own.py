@@ -11,7 +11,7 @@ from run_factory import STAGES, evaluation_metrics, rollouts, training_metrics
 
 from rollmill import registry
 from rollmill.config import section as parts
-from rollmill.config.trackers import MonitorConfig
+from rollmill.config.monitor import MonitorConfig
 from rollmill.errors import ConfigError
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.trackers import PlainView, TrackedRun

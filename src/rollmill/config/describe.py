@@ -12,11 +12,10 @@ from rollmill.config.checks.capability import find_unused_keys
 from rollmill.config.engines import EngineConfig
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
-from rollmill.config.operators.base import OperatorSection
+from rollmill.config.operators import OperatorSection
 from rollmill.config.placement import RayPlacement
 from rollmill.config.rewards.base import RewardSection, attainable_maximum, reward_part_names
 from rollmill.config.run import RunConfig, StageConfig
-from rollmill.config.samplers import ShuffledSamplerSection
 from rollmill.config.section import NamedSection, Section
 from rollmill.config.taskset import TasksetConfig, TasksetSection
 from rollmill.config.workflows import RoleConfig
@@ -321,7 +320,7 @@ def _source(taskset: TasksetSection) -> str:
         details.append(f"fields {fields}")
     if taskset.pipeline:
         details.append(f"pipeline {', '.join(each.name for each in taskset.pipeline)}")
-    if taskset.order != ShuffledSamplerSection():
+    if taskset.order != TasksetSection.model_fields["order"].default:
         options = _options(taskset.order, skip={"name"}, changed=True)
         details.append(f"order {taskset.order.name}" + (f" ({options})" if options else ""))
     extra = ", ".join(part for part in details if part)

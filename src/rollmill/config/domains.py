@@ -7,17 +7,16 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rollmill.config.algorithms import AlgorithmConfig
+from rollmill.config.components import OperatorConfig, ToolConfig, WorkflowConfig
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.evaluation import EvaluationSampling, EvaluationSet
 from rollmill.config.model import AuxiliaryModelConfig
-from rollmill.config.operators import OperatorConfig
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.rollout import NgramConfig, RepetitionConfig
 from rollmill.config.section import PlainName, Section
 from rollmill.config.taskset import TasksetSection
-from rollmill.config.tools import ToolConfig
-from rollmill.config.workflows import RoleConfig, WorkflowConfig
+from rollmill.config.workflows import RoleConfig
 
 
 class DomainRollout(EvaluationSampling):

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from rollmill.config.components import WorkflowConfig
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.section import PlainName, Section
 from rollmill.config.taskset import TasksetConfig
-from rollmill.config.workflows import WorkflowConfig
 
 VoteExtraction = Literal["auto", "boxed", "hash", "last_number", "text"]
 

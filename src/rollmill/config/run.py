@@ -11,13 +11,14 @@ from rollmill.config.algorithms import AlgorithmConfig
 from rollmill.config.algorithms.baselines import GRPO
 from rollmill.config.buffer import BufferConfig, OfflineDataConfig
 from rollmill.config.changes import ChangeConfig
+from rollmill.config.components import OperatorConfig, ToolConfig, WorkflowConfig, workflow_by_name
 from rollmill.config.domains import DomainConfig, MixingConfig
 from rollmill.config.engines import EngineConfig, NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
+from rollmill.config.monitor import MonitorConfig
 from rollmill.config.offload import OptionalOffloadConfig
-from rollmill.config.operators import OperatorConfig
 from rollmill.config.placement import InlinePlacement, PlacementConfig
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rewards.base import RewardManagerConfig, reward_part_names
@@ -26,10 +27,8 @@ from rollmill.config.rollout import RolloutConfig
 from rollmill.config.section import FolderName, PlainName, Section
 from rollmill.config.supervision import SupervisionConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection, fill_decontamination_sets
-from rollmill.config.tools import ToolConfig
-from rollmill.config.trackers import MonitorConfig
 from rollmill.config.trainer import TrainerConfig
-from rollmill.config.workflows import RoleConfig, SingleTurnWorkflow, WorkflowConfig, workflow_by_name
+from rollmill.config.workflows import RoleConfig, SingleTurnWorkflow
 from rollmill.types import task_domain
 
 

@@ -186,6 +186,11 @@ def section_union(sections: Sequence[type[Section]], kind: str | None = None) ->
     return Annotated[SerializeAsAny[union], registered, BeforeValidator(expand_name)]  # type: ignore[misc]
 
 
+def component_sections(package: str, base: type[SectionT]) -> list[type[SectionT]]:
+    """Returns the components in a package of a layer above, which is found by its name."""
+    return find_sections(package, importlib.import_module(package).__path__, base)
+
+
 def section_from_signature(target: Callable[..., Any], base: type[NamedSection]) -> type[NamedSection]:
     """Builds a section from the keyword-only parameters of a function, or of a class's `__init__`.
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, TypeAdapter, field_validator, model_validator
 
+from rollmill.config.components import SamplerConfig, TaskOperatorConfig
 from rollmill.config.rows import FieldsConfig, GeneratorConfig, Preset, RowsSection
-from rollmill.config.samplers import SamplerConfig, ShuffledSamplerSection
 from rollmill.config.section import PlainName, merge_with_default
-from rollmill.config.task_operators import DecontaminateTasks, TaskOperatorConfig
 
 __all__ = ["FieldsConfig", "GeneratorConfig", "MixEntry", "Preset", "RowsSection", "TasksetConfig", "TasksetSection"]
 
@@ -23,7 +22,7 @@ class TasksetSection(RowsSection):
 
     pipeline: list[TaskOperatorConfig] = []
     """Operators that clean, drop, rate or sort the tasks when they are loaded, in order."""
-    order: SamplerConfig = ShuffledSamplerSection()
+    order: SamplerConfig = TypeAdapter(SamplerConfig).validate_python("shuffled")
     """Order in which tasks are rolled out: a name, or a section with `name` and options."""
 
     @field_validator("order", mode="before")
@@ -96,12 +95,9 @@ def fill_decontamination_sets(taskset: TasksetConfig, evaluation: Sequence[Tasks
 
 
 def _lacking(section: TasksetSection) -> bool:
-    return any(isinstance(each, DecontaminateTasks) and not each.against for each in section.pipeline)
+    return any(each.lacks_held_out for each in section.pipeline)
 
 
 def _filled(section: TasksetT, rows: list[RowsSection]) -> TasksetT:
-    pipeline = [
-        each.model_copy(update={"against": rows}) if isinstance(each, DecontaminateTasks) and not each.against else each
-        for each in section.pipeline
-    ]
+    pipeline = [each.model_copy(update={"against": rows}) if each.lacks_held_out else each for each in section.pipeline]
     return section.model_copy(update={"pipeline": pipeline})

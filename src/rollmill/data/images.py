@@ -15,12 +15,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollmill.config.taskset import TasksetConfig
 from rollmill.errors import ConfigError, TasksetError
 from rollmill.files import atomic_write, cache_folder, format_size
 from rollmill.types import Task
+
+if TYPE_CHECKING:
+    from rollmill.config.taskset import TasksetConfig
 
 PILLOW_INSTALL = "pip install 'rollmill[vision]'"
 IMAGE_COLUMNS = ("images", "image")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from rollmill.config.components import workflow_by_name
 from rollmill.config.rows import FieldsConfig, RowsSection
-from rollmill.config.workflows import workflow_by_name
 from rollmill.data.content_parts import split_content
 from rollmill.data.images import ImagePart, metadata_with_images
 from rollmill.data.layouts import (

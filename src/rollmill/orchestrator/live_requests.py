@@ -92,8 +92,9 @@ def _kept_as(session: list[Experience]) -> str:
 class NoTasksSampler(Sampler):
     """Sampler of a stage without tasks."""
 
-    def __init__(self) -> None:
-        self.uses_success = False
+    @property
+    def uses_success(self) -> bool:
+        return False
 
     @property
     def epoch(self) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 
 import rollmill.trackers.metrics_log as metrics_file
 import rollmill.trackers.rollout_log as rollouts
-from rollmill.config.trackers import MonitorConfig, ServiceTrackerSection, TrackerSection
+from rollmill.config.monitor import MonitorConfig
+from rollmill.config.trackers import ServiceTrackerSection, TrackerSection
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.files import explain_write_errors, sync
 from rollmill.plugins import call_hook

@@ -9,18 +9,20 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollmill.config.operators.base import CustomOperatorSection, OperatorSection
-from rollmill.config.rewards import RewardConfig
+from rollmill.config.operators import CustomOperatorSection, OperatorSection
 from rollmill.config.section import register_section, section_from_signature, source_location
 from rollmill.errors import ConfigError, DeadlineError, PipelineError, RollmillError
 from rollmill.pipelines.batch import Batch, OperatorReport, PipelineContext
 from rollmill.progress import Progress, count_progress
 from rollmill.registry import build_component
-from rollmill.rewards import RewardManager
 from rollmill.types import Experience, ExperienceSource, task_domain
 from rollmill.waiting import patient_timeout
+
+if TYPE_CHECKING:
+    from rollmill.config.rewards import RewardConfig
+    from rollmill.rewards import RewardManager
 
 Operator = Callable[[Batch], Any]
 """Changes a batch, reports to it and returns None or an awaitable. An operator with state has `state_dict` and

@@ -8,7 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from rollmill.rewards.values import RewardValue as RewardValue
 from rollmill.types import REASONING_END, Completion, Experience, Task
-from rollmill_grading.comparison import option_texts
 
 OK, TIMEOUT, LATE, NOT_APPLICABLE, GATED = "ok", "timeout", "late", "not_applicable", "gated"
 NO_ANSWER, HEDGED = "no_answer", "hedged"
@@ -131,4 +130,6 @@ def text_after(text: str, marker: str | None) -> str | None:
 
 def task_options(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return a task's options by letter, from its column `options` or `choices` (a mapping or a list); may be empty."""
+    from rollmill_grading.comparison import option_texts
+
     return option_texts(metadata.get("options") or metadata.get("choices"))

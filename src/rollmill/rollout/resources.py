@@ -12,11 +12,11 @@ from rollmill.config.environments import EnvironmentSection
 from rollmill.config.tools import ToolSection
 from rollmill.config.workflows import WorkflowSection
 from rollmill.errors import ConfigError
-from rollmill.registry import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS, build_component, import_object
+from rollmill.registry import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS, build_component
 from rollmill.rewards import RewardManager
 from rollmill.rollout.environments.pool import EnvironmentPool
 from rollmill.rollout.tools.pool import ToolPool
-from rollmill.rollout.workflow import PolicyServer, ResourceFactory, Rollout, RolloutScorer, Workflow, WorkflowFunction
+from rollmill.rollout.workflow import PolicyServer, ResourceFactory, Rollout, RolloutScorer, Workflow
 from rollmill.types import Task
 
 
@@ -111,7 +111,14 @@ def build_workflow(section: WorkflowSection, resources: WorkflowResources) -> Wo
             f"workflow.{section.early_rewards}: a reward is wanted before the rollout ends, and some of `rewards` "
             "compare the completions of a group; change that key, or remove those rewards"
         )
-    solve, names = _resolve_workflow(section, resources)
+    component = build_component(section, resources)  # a user's function, or a copy of the section
+    if type(section).function is not None:
+        solve, names = component, list(section.parts)
+    else:
+        solve = component.solve
+        parameters = list(inspect.signature(solve).parameters.values())[2:]
+        names = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        names += section.models.values()
     if "*" in names:
         others = [name for name in resources.sources if name not in names and name != ENDPOINT]
         names = others + [name for name in names if name != "*"]
@@ -126,22 +133,6 @@ def build_workflow(section: WorkflowSection, resources: WorkflowResources) -> Wo
     if section.forces_sampling and resources.endpoint is not None:
         sources[ENDPOINT] = partial(resources.endpoint.one, forced=True)
     return Workflow(section.name, solve, sources)
-
-
-def _resolve_workflow(section: WorkflowSection, resources: WorkflowResources) -> tuple[WorkflowFunction, list[str]]:
-    """The function of a section's workflow, and the names of its parameters after task and policy.
-
-    An implementation is a function that takes the section first, or a class that is built from the section and perhaps
-    the resources, and called.
-    """
-    if type(section).function is not None:
-        return build_component(section), list(section.parts)
-    implementation = import_object(section.implementation)
-    solve = build_component(section, resources) if inspect.isclass(implementation) else partial(implementation, section)
-    parameters = list(inspect.signature(solve).parameters.values())[2:]
-    return solve, [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD] + [
-        *section.models
-    ]
 
 
 @asynccontextmanager

@@ -8,11 +8,13 @@ import itertools
 import json
 import os
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollmill.config.workflows import VerifiersWorkflow
 from rollmill.data.verifiers import program_command, program_environment, program_settings
 from rollmill.errors import ConfigError, EpisodeError
+
+if TYPE_CHECKING:
+    from rollmill.rollout.workflows.verifiers import VerifiersWorkflow
 
 _LONGEST_LINE = 64 << 20
 _KEPT_BYTES = 2000

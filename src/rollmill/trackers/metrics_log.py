@@ -13,7 +13,6 @@ from typing import Any, BinaryIO, Protocol
 from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import RollmillError
 from rollmill.files import atomic_write, explain_write_errors, read_json_object, to_jsonable
-from rollmill.models.cpu.host_memory import lifetime_peak_rss
 from rollmill.types import Experience
 
 Metric = float | int | str | None
@@ -208,4 +207,6 @@ def read_summary(run_dir: Path | str) -> dict[str, Any]:
 
 def peak_rss_mb() -> float:
     """Largest resident set so far, in MiB, of this process or of any of its finished child processes."""
+    from rollmill.models.cpu.host_memory import lifetime_peak_rss
+
     return lifetime_peak_rss() / 2**20

@@ -9,7 +9,7 @@ from typing import Any
 
 import regex
 
-from rollmill.data.operators.deduplication import flatten_prompt, normalize_text, words
+from rollmill.data.operators.builtin.deduplication import flatten_prompt, normalize_text, words
 from rollmill.errors import ConfigError
 from rollmill.types import Task
 from rollmill_grading.extraction import extract_reference

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollmill.apps.audit.oracle import NormalizedText, parse_number, reference_text, wrap_answer
-from rollmill.data.operators.deduplication import flatten_prompt, normalize_text
+from rollmill.data.operators.builtin.deduplication import flatten_prompt, normalize_text
 from rollmill.rewards.base import task_options
 from rollmill.types import REASONING_END, Task
 

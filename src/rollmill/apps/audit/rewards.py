@@ -12,7 +12,7 @@ from rollmill.apps.audit.findings import Finding, Severity, finding_by_share, li
 from rollmill.apps.audit.grading import NOT_GRADED, AuditGrader
 from rollmill.apps.audit.oracle import NormalizedText, call_oracle, oracle_completions, parse_number, reference_text
 from rollmill.apps.audit.reward_hacks import REWARD_HACKS, RewardHack, guess_probability, random_text
-from rollmill.data.operators.deduplication import flatten_prompt
+from rollmill.data.operators.builtin.deduplication import flatten_prompt
 from rollmill.rewards import RewardResult
 from rollmill.types import Task
 

@@ -26,13 +26,13 @@ from rollmill.apps.audit.tasks import (
 from rollmill.config.loader import LoadedRun
 from rollmill.config.rewards.base import attainable_maximum
 from rollmill.config.run import StageConfig
-from rollmill.config.workflows import EnvironmentWorkflow
 from rollmill.data import encode_prompt, load_taskset
 from rollmill.data.readers import to_finite_number
 from rollmill.errors import ConfigError
 from rollmill.models.load import read_tokenizer_and_context
 from rollmill.rewards import build_reward_manager
 from rollmill.rollout.environments.pool import EnvironmentPool, RunningEnvironment
+from rollmill.rollout.workflows.environment import EnvironmentWorkflow
 from rollmill.types import Task
 
 _TURNS = 16

@@ -11,9 +11,8 @@ import regex
 
 from rollmill.apps.audit.findings import Finding, Severity, finding_by_share, list_task_ids, passed_check, skipped_check
 from rollmill.apps.audit.oracle import NormalizedText, normalize_phrase, parse_number, reference_text, states_answer
-from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks
 from rollmill.data.operators.batch import TaskBatch, TaskOperatorReport
-from rollmill.data.operators.deduplication import decontaminate, deduplicate, normalize_text
+from rollmill.data.operators.builtin.deduplication import DecontaminateTasks, DeduplicateTasks, normalize_text
 from rollmill.errors import ConfigError
 from rollmill.rewards.base import task_options
 from rollmill.types import Task
@@ -117,7 +116,7 @@ def check_duplicates(tasks: Sequence[Task]) -> Finding:
 def _report(tasks: Sequence[Task], by: str) -> TaskOperatorReport:
     report = TaskOperatorReport("audit", "deduplicate", len(tasks))
     options = {"name": "deduplicate", "by": by} | ({"threshold": 0.8} if by == "near" else {})
-    deduplicate(DeduplicateTasks.model_validate(options))(TaskBatch(tasks, report))
+    DeduplicateTasks.model_validate(options)(TaskBatch(tasks, report))
     return report
 
 
@@ -126,7 +125,9 @@ def check_contamination(tasks: Sequence[Task], held_out: Sequence[Task]) -> Find
     if not held_out:
         return skipped_check("contamination", "there is no evaluation to compare with")
     report = TaskOperatorReport("audit", "decontaminate", len(tasks))
-    decontaminate(DecontaminateTasks(), held_out)(TaskBatch(tasks, report))
+    operator = DecontaminateTasks()
+    operator.compare_with(held_out)
+    operator(TaskBatch(tasks, report))
     if not report.dropped:
         return passed_check("contamination", f"none of {len(tasks)} tasks overlaps with {len(held_out)} held-out ones")
     same = [task for task, why in report.dropped.items() if why == "held out"]

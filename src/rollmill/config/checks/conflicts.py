@@ -15,8 +15,6 @@ from rollmill.config.checks.workflow import workflow_conflicts
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.run import StageConfig
-from rollmill.config.samplers import CustomSamplerSection, SequentialSamplerSection
-from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, format_key_path
 from rollmill.errors import ConfigError
@@ -205,7 +203,7 @@ def _tasksets(stage: StageConfig) -> Iterator[Conflict]:
     for at, taskset in tasksets.items():
         for place, section in _sections(taskset, at):
             for index, operator in enumerate(section.pipeline):
-                if isinstance(operator, DecontaminateTasks) and not operator.against:
+                if operator.lacks_held_out:
                     text = "held-out tasks would be compared with nothing; put it into taskset.pipeline"
                     if at == ("taskset",):
                         text = "what is held out? Give `against`, or an evaluation"
@@ -219,17 +217,13 @@ def _tasksets(stage: StageConfig) -> Iterator[Conflict]:
 def _useless_sort(taskset: TasksetConfig, section: TasksetSection, at: KeyPath) -> Iterator[Conflict]:
     """Reports a `sort` without effect: neither the order nor a later operator depends on the sequence of tasks."""
     orders = [part.order for part in (taskset.parts() if section is taskset else [section])]
-    if any(isinstance(order, SequentialSamplerSection | CustomSamplerSection) for order in orders):
+    if any(order.sees_sequence for order in orders):
         return
     for index, operator in enumerate(section.pipeline):
         behind = section.pipeline[index + 1 :]
-        if isinstance(operator, SortTasks) and not any(_depends_on_order(each) for each in behind):
+        if operator.sorts and not any(each.keeps_first or type(each).function is not None for each in behind):
             text = f"order `{orders[0].name}` takes no notice of how the tasks are sorted; give order: sequential or"
             yield (*at, "pipeline", index), f"{text} easy_to_hard, or remove this"
-
-
-def _depends_on_order(operator: TaskOperatorSection) -> bool:
-    return isinstance(operator, DeduplicateTasks) or type(operator).function is not None
 
 
 def _sections(taskset: TasksetConfig, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:

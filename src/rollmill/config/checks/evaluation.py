@@ -8,7 +8,7 @@ from rollmill.config.evaluation import EvaluationSet
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath
 from rollmill.config.validation_errors import suggest_match
-from rollmill.config.workflows import JudgedWorkflow, LiveRequestsWorkflow, WorkflowConfig
+from rollmill.config.workflows import LiveRequestsWorkflow, WorkflowSection
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _OF_ALL = {"every", "at_start", "sets", "taskset"}
@@ -99,14 +99,15 @@ def _of_set(stage: StageConfig, name: str, each: EvaluationSet) -> Iterator[tupl
         yield ("rewards",), "an evaluation needs at least one reward; for example rewards: [{name: math}]"
 
 
-def _of_workflow(stage: StageConfig, workflow: WorkflowConfig) -> Iterator[tuple[KeyPath, str]]:
+def _of_workflow(stage: StageConfig, workflow: WorkflowSection) -> Iterator[tuple[KeyPath, str]]:
     """Checks what a workflow of an evaluation set needs of the stage."""
     if isinstance(workflow, LiveRequestsWorkflow):
         yield ("workflow",), "workflow `traffic` waits for an application, and nothing asks it about held-out tasks"
     if workflow.uses_tools and not stage.tools:
         yield ("workflow",), f"workflow `{workflow.name}` calls tools; add some, for example tools: [calculator]"
-    if isinstance(workflow, JudgedWorkflow) and workflow.by not in stage.all_models:
-        yield ("workflow", "by"), f"no model `{workflow.by}`; add it to the section models, or name another"
+    for key, model in workflow.models.items():
+        if model not in stage.all_models:
+            yield ("workflow", key), f"no model `{model}`; add it to the section models, or name another"
 
 
 def _watched(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:

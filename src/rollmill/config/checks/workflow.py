@@ -8,13 +8,7 @@ from rollmill.config.checks.modes import PAST_ENGINE, PAST_RANKS
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import (
-    EnvironmentWorkflow,
-    JudgedWorkflow,
-    LiveRequestsWorkflow,
-    ToolWorkflow,
-    WorkflowConfig,
-)
+from rollmill.config.workflows import LiveRequestsWorkflow, WorkflowSection
 
 WorkflowConflict = tuple[KeyPath, str]
 
@@ -52,8 +46,9 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
     if not any(each.may_have_roles for each in stage.workflows):
         keys["roles",] = f"not honoured by workflow `{name}`, which has none; one of your own may call policy.role"
     taskset = stage.taskset
-    if isinstance(stage.workflow, ToolWorkflow) and taskset is not None and all(part.chat for part in taskset.parts()):
-        keys["workflow", "result"] = "not honoured with taskset.chat, whose template writes results; remove it"
+    if taskset is not None and all(part.chat for part in taskset.parts()):
+        for key in stage.workflow.plain_keys:
+            keys["workflow", key] = "not honoured with taskset.chat, whose template writes results; remove it"
     if not stage.algorithm.uses_rollouts and stage.evaluation is None:
         for key in ("workflow", "environment", "tools", "roles", "models"):
             keys[key,] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
@@ -69,7 +64,7 @@ def _unused_names(stage: StageConfig) -> dict[KeyPath, str]:
     return {(*place, "fields", "workflow"): text for place in places}
 
 
-def _in_the_stages_environment(stage: StageConfig) -> list[WorkflowConfig]:
+def _in_the_stages_environment(stage: StageConfig) -> list[WorkflowSection]:
     """Returns the stage's workflow and those of evaluation sets that share its environment."""
     sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
     return [stage.workflow, *(stage.for_evaluation(each).workflow for each in sets if each.environment is None)]
@@ -91,15 +86,7 @@ def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
     if stage.workflow.uses_environment and stage.environment is None:
         text = f"workflow `{stage.workflow.name}` acts in one; add a section, for example environment: gymnasium"
         yield ("environment",), text
-    if (
-        isinstance(stage.workflow, EnvironmentWorkflow)
-        and stage.workflow.history == "full"
-        and not stage.workflow.steps
-    ):
-        advantage = getattr(stage.algorithm, "advantage", None)
-        if advantage is not None and advantage.uses_episodes:
-            text = f"advantage `{advantage.name}` compares steps, and this makes a whole episode one; set steps: true"
-            yield ("workflow", "steps"), f"{text}, or give history as a number"
+    yield from ((("workflow", key), text) for key, text in stage.workflow.stage_conflicts(stage))
     if stage.workflow.multi_step and getattr(stage.algorithm, "overlong_buffer", None):
         text = f"max_new_tokens limits a completion, and a rollout of workflow `{stage.workflow.name}` may have several"
         yield ("algorithm", "overlong_buffer"), f"{text}; remove it, or penalise length in `pipeline`"
@@ -118,9 +105,9 @@ def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
     for name, model in stage.models.items():
         if model.policy == "past":
             yield from _past_policies(stage, ("models", name, "policy"))
-    if isinstance(stage.workflow, JudgedWorkflow) and stage.workflow.by not in stage.models:
-        text = f"no model `{stage.workflow.by}`; add it to the section models, or name another"
-        yield ("workflow", "by"), text
+    for key, name in stage.workflow.models.items():
+        if name not in stage.models:
+            yield ("workflow", key), f"no model `{name}`; add it to the section models, or name another"
 
 
 def _past_policies(stage: StageConfig, at: KeyPath) -> Iterator[WorkflowConflict]:

@@ -1,63 +1,6 @@
 """Samplers choose the next task. Each resumes exactly from its state."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-
-from rollmill.config.domains import DomainConfig, MixingConfig
-from rollmill.config.samplers import CustomSamplerSection, SamplerSection, ShuffledSamplerSection
 from rollmill.data.samplers.base import Sampler
-from rollmill.data.samplers.custom import CustomSampler, TaskView, order
-from rollmill.data.samplers.domains import DomainSampler
-from rollmill.data.samplers.epochs import MixtureSampler
-from rollmill.data.taskset import MixtureComponent, Taskset
-from rollmill.registry import build_component
+from rollmill.data.samplers.custom import TaskView, order
 
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # gives the tasksets of a mixture different random numbers
-
-
-def build_sampler(
-    taskset: Taskset,
-    order: SamplerSection,
-    seed: int,
-    *,
-    batch: int,
-    observed: bool = True,
-    domains: Mapping[str, DomainConfig] | None = None,
-    mixing: MixingConfig | None = None,
-) -> Sampler:
-    """Build the sampler of a taskset.
-
-    Args:
-        order: how to choose; a mixture uses the orders of its tasksets instead.
-        seed: seed of all randomness.
-        batch: tasks per training step, drawn at once by orders that depend on success.
-        domains, mixing: the sections, if the tasksets of the mixture are domains.
-        observed: whether the sampler will observe successes; if not, orders that depend on them shuffle.
-
-    Raises:
-        TasksetError: the order needs a column that tasks lack.
-    """
-    if taskset.mixed:
-
-        def of_set(part: Taskset, mixed: MixtureComponent, number: int, share: float) -> Sampler:
-            of_this = max(1, round(batch * share))
-            return build_sampler(part, mixed.order, seed + number * _SEED_STRIDE, batch=of_this, observed=observed)
-
-        if domains:
-            return DomainSampler(taskset, seed, of_set, domains=domains, mixing=mixing or MixingConfig())
-        return MixtureSampler(taskset, seed, of_set)
-    order = order if observed else _unobserved(order)
-    if isinstance(order, CustomSamplerSection):
-        return CustomSampler(order, taskset, seed, batch)
-    sampler: Sampler = build_component(order, taskset, seed, batch)
-    return sampler
-
-
-def _unobserved(order: SamplerSection) -> SamplerSection:
-    """Replace an order that depends on success by one that does not."""
-    plain = order.model_copy(update={"skip_uniform": 0})
-    return ShuffledSamplerSection() if plain.uses_success else plain
-
-
-__all__ = ["Sampler", "TaskView", "build_sampler", "order"]
+__all__ = ["Sampler", "TaskView", "order"]

@@ -7,16 +7,17 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rollmill.config.samplers import SamplerSection, SequentialSamplerSection, ShuffledSamplerSection
 from rollmill.data.readers import to_finite_number
-from rollmill.data.taskset import Taskset
 from rollmill.errors import TasksetError
 from rollmill.types import Task
+
+if TYPE_CHECKING:
+    from rollmill.data.taskset import Taskset
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -24,24 +25,29 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Sampler(ABC):
-    """Yields the tasks of a taskset forever.
+    """Yields the tasks of a taskset forever."""
 
-    Args:
-        taskset: not empty.
-        order: how to choose.
-        seed: seed of all randomness.
-    """
+    def begin(self, taskset: Taskset, seed: int, order: Any) -> None:
+        """Begin with the tasks of a taskset.
 
-    def __init__(self, order: SamplerSection, taskset: Taskset, seed: int) -> None:
+        Args:
+            taskset: not empty.
+            seed: seed of all randomness.
+            order: identifies how tasks are chosen, in a state.
+        """
         assert taskset.tasks
         self._taskset, self._seed = taskset, seed
-        self.uses_success = order.uses_success  #: True if `observe` changes anything
         self._identity: dict[str, Any] = {
             "size": len(taskset.tasks),
             "fingerprint": taskset.fingerprint(),
-            "order": _identity(order),
+            "order": order,
             "seed": seed,
         }
+
+    @property
+    @abstractmethod
+    def uses_success(self) -> bool:
+        """True if `observe` changes anything."""
 
     @property
     @abstractmethod
@@ -117,13 +123,6 @@ class Sampler(ABC):
         found = np.array(values, np.float64)
         self._identity[f"column {column}"] = hashlib.sha256(found.tobytes()).hexdigest()[:16]
         return found
-
-
-def _identity(order: SamplerSection) -> Any:
-    """Identify an order in a state: by its name if it has no options, else by all of them."""
-    if isinstance(order, ShuffledSamplerSection | SequentialSamplerSection) and not order.skip_uniform:
-        return order.name
-    return order.model_dump(mode="json")
 
 
 def _words(value: Any) -> str:

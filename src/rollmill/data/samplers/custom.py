@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+from pydantic import PrivateAttr
 
-from rollmill.config.samplers import CustomSamplerSection
 from rollmill.config.section import register_section, section_from_signature
 from rollmill.data.samplers.base import Floats, Ints
-from rollmill.data.samplers.batch_sampler import WeightedSampler
-from rollmill.data.taskset import Taskset
+from rollmill.data.samplers.builtin.batch_sampler import WeightedSampler
 from rollmill.errors import TasksetError, user_code_location
 from rollmill.types import Task
 
@@ -38,28 +37,28 @@ def order(function: Function) -> Function:
 
     Raises ConfigError naming the parameter that lacks a type or a default.
     """
-    register_section("order", function.__name__, section_from_signature(function, CustomSamplerSection))
+    register_section("order", function.__name__, section_from_signature(function, CustomSampler))
     return function
 
 
 class CustomSampler(WeightedSampler):
-    """P(task) proportional to the weights of a user's function."""
+    """P(task) proportional to the weights of a user's function, whose options are further keys."""
 
-    def __init__(self, order: CustomSamplerSection, taskset: Taskset, seed: int, batch: int) -> None:
-        super().__init__(order, taskset, seed, batch)
-        self._order, self._step = order, 0
+    sees_sequence: ClassVar[bool] = True
+
+    _step: int = PrivateAttr()
 
     def next(self, step: int = 0) -> Task:
         self._step = step
         return super().next(step)
 
     def _weights(self) -> Floats:
-        function, arguments = type(self._order).function, self._order.arguments()
+        function = type(self).function
         assert function is not None
-        known = CustomSamplerSection.model_fields.keys()
-        options = {key: value for key, value in arguments.items() if key not in known}
+        known = CustomSampler.model_fields.keys()
+        options = {key: value for key, value in self.arguments().items() if key not in known}
         view = TaskView(self._taskset.tasks, self._success.rates(), self._success.groups.copy(), self._step)
-        name = f"taskset.order `{self._order.name}`"
+        name = f"taskset.order `{self.name}`"
         try:
             weights: Floats = np.asarray(function(view, **options), np.float64)
         except (Exception, SystemExit) as error:  # a user's code may raise anything

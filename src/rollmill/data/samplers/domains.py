@@ -11,7 +11,7 @@ import numpy as np
 
 from rollmill.config.domains import DomainConfig, MixingConfig
 from rollmill.data.samplers.base import Sampler
-from rollmill.data.samplers.epochs import MixtureSampler
+from rollmill.data.samplers.mixture import MixtureSampler
 from rollmill.data.taskset import MixtureComponent, Taskset
 from rollmill.types import Task, task_domain
 

@@ -36,7 +36,12 @@ class ToolPool:
                 self.add_name(section.policy_name, section)
         self._counters |= {MALFORMED_CALLS: 0.0, UNKNOWN_CALLS: 0.0}
         try:
-            self._open = [self._opener(section) for section in sections]
+            self._open: list[ToolFactory] = [
+                build_component(section, self).open
+                if (function := type(section).function) is None
+                else self.in_threads(section, FunctionTool(function), section.arguments())
+                for section in sections
+            ]
         except BaseException:
             self.close()
             raise
@@ -52,7 +57,7 @@ class ToolPool:
     async def one(self, rollout: Rollout) -> AsyncIterator[Toolbox]:
         """Open the tools for one rollout."""
         async with AsyncExitStack() as stack:
-            made = [make(rollout.task, stack) for make in self._open]
+            made = [open_(rollout.task, stack) for open_ in self._open]
             tools = [tool for each in made for tool in ([each] if isinstance(each, Tool) else each)]
             folder = rollout.policy.folder if rollout.policy is not None and rollout.policy.sees else None
             yield Toolbox(tools, self._result_chars, self._counters, folder=folder)
@@ -69,13 +74,6 @@ class ToolPool:
     def close_later(self, close: Callable[[], None]) -> None:
         """Call `close` when the pool is closed."""
         self._closing.append(close)
-
-    def _opener(self, section: ToolSection) -> ToolFactory:
-        function = type(section).function
-        if function is not None:
-            return self.in_threads(section, FunctionTool(function), section.arguments())
-        factory: ToolFactory = build_component(section, self)
-        return factory
 
     def in_threads(self, section: ToolSection, made: FunctionTool, options: dict[str, Any]) -> ToolFactory:
         """Build a tool that runs in threads, as it may be slow; `options` are its keyword-only parameters."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollmill.data.images import PictureFolder
-from rollmill.data.renderer.call_formats import tool_result_message
-from rollmill.rollout.environments.base import drop_surrogates
-from rollmill.rollout.policy import Reply
 from rollmill.types import ToolCall
+
+if TYPE_CHECKING:
+    from rollmill.data.images import PictureFolder
+    from rollmill.rollout.policy import Reply
 
 ToolCallable = Callable[[dict[str, Any]], Awaitable[str | list[dict[str, Any]]]]
 """Maps arguments to a result: a text, or content parts with pictures. Raises ToolError with a message for the model."""
@@ -122,6 +122,8 @@ class Toolbox:
 
         Errors of malformed calls become a user message, as they have no id.
         """
+        from rollmill.data.renderer.call_formats import tool_result_message
+
         found = [tool_result_message(call, (await self.answered(call)).content) for call in reply.tool_calls]
         if reply.malformed:
             found.append({"role": "user", "content": self.malformed_message(reply.malformed)})
@@ -157,6 +159,8 @@ class Toolbox:
 
     def _cut(self, name: str, text: str, most: int | None = None) -> str:
         """The text with at most `most` characters (default: of a whole result), and how many were left out."""
+        from rollmill.rollout.environments.base import drop_surrogates
+
         text = drop_surrogates(text)
         most = self._result_chars[name] if most is None else most
         if len(text) <= most:

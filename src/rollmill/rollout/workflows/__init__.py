@@ -1,1 +1,1 @@
-"""The built-in workflows, one file each."""
+"""The built-in workflows. Every module of this package is searched for them."""

@@ -8,15 +8,20 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from rollmill.config.workflows import ProgramWorkflow
-from rollmill.data.content_parts import sendable_prompt
+from pydantic import Field, PrivateAttr
+
+from rollmill.config.workflows import WorkflowSection
 from rollmill.errors import WorkflowError
 from rollmill.files import to_jsonable
-from rollmill.rollout.policy import Policy
-from rollmill.rollout.workflow import EndpointAccess, RolloutScorer, WorkflowResult
 from rollmill.types import Task
+
+if TYPE_CHECKING:
+    from rollmill.rollout.policy import Policy
+    from rollmill.rollout.resources import WorkflowResources
+    from rollmill.rollout.workflow import EndpointAccess, RolloutScorer, WorkflowResult
 
 _TASK = "ROLLMILL_TASK"
 _LONGEST_VARIABLE = 100_000  # bytes; Linux takes no more than 128 KiB
@@ -24,92 +29,126 @@ _MOST_PRINTED = 1 << 20
 _TAIL = 2000
 
 
-class ProgramRunner:
-    """Runs the program of a section, with a limit on concurrent runs."""
+class ProgramWorkflow(WorkflowSection):
+    """Starts a program once per rollout that calls the policy through an OpenAI-compatible endpoint (extra `serve`).
 
-    def __init__(self, config: ProgramWorkflow) -> None:
-        self._config, self._places = config, asyncio.Semaphore(config.at_once)
+    The environment variables OPENAI_BASE_URL and OPENAI_API_KEY are set as OpenAI's clients expect, and
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY as Anthropic's do. The task is passed as JSON on stdin and in
+    ROLLMILL_TASK. The program's output is its answer.
+    """
 
-    async def __call__(
-        self, task: Task, policy: Policy, endpoint: EndpointAccess, judge: RolloutScorer
-    ) -> WorkflowResult:
+    needs_extra = ("serve", "uvicorn")
+
+    multi_step: ClassVar[bool] = True
+
+    name: Literal["program"] = "program"
+    command: list[str] = Field(min_length=1)
+    """The program and its arguments; `python` is the Python that runs rollmill."""
+    folder: Path = Path()
+    """Working directory of the program."""
+    environment: dict[str, str] = {}
+    """Environment variables of the program, in addition to those of this process."""
+    time_limit_s: float = Field(300.0, gt=0)
+    """Timeout of the program; the rollout then fails."""
+    at_once: int = Field(8, ge=1)
+    """Maximum number of concurrent programs."""
+    rewarded_by: Literal["rewards", "feedback"] = "rewards"
+    """Source of the reward: `rewards`, which score the program's output, or `feedback` posted to /feedback (by the
+    program itself, or a verifier it starts)."""
+    own_sampling: bool = True
+    """Whether the program may choose temperature, top_p, top_k, min_p, penalties and biases; false: always those of
+    `rollout`. Greedy replies are not trained on."""
+    show_answer: bool = False
+    """Include the task's answer in the task passed to the program."""
+    _places: asyncio.Semaphore = PrivateAttr()
+
+    @property
+    def scored_by_rewards(self) -> bool:
+        """True if `rewards` score the program's output."""
+        return self.rewarded_by == "rewards"
+
+    @property
+    def forces_sampling(self) -> bool:
+        return not self.own_sampling
+
+    def setup(self, resources: WorkflowResources) -> None:
+        self._places = asyncio.Semaphore(self.at_once)
+
+    async def solve(self, task: Task, policy: Policy, endpoint: EndpointAccess, judge: RolloutScorer) -> WorkflowResult:
         """Run the program once.
 
         Raises:
             WorkflowError: it failed, took too long, printed too much or never called the policy.
         """
-        config = self._config
         async with self._places:
-            printed = await _run(config, task, endpoint)
+            printed = await self._run(task, endpoint)
         if not endpoint.called:
             raise WorkflowError(
-                f"{_named(config, task)} never asked the policy; let it use OPENAI_BASE_URL and OPENAI_API_KEY "
+                f"{self._named(task)} never asked the policy; let it use OPENAI_BASE_URL and OPENAI_API_KEY "
                 "(or ANTHROPIC_...)"
             )
-        if config.rewarded_by == "feedback":
+        if self.rewarded_by == "feedback":
             return dict(endpoint.rewards) or None
         return await judge(printed)
 
+    async def _run(self, task: Task, endpoint: EndpointAccess) -> str:
+        """Run the program and return its output."""
+        from rollmill.data.content_parts import sendable_prompt
 
-async def _run(config: ProgramWorkflow, task: Task, endpoint: EndpointAccess) -> str:
-    """Run the program and return its output."""
-    payload = json.dumps(_task_json(config, task))
-    command = [sys.executable if config.command[0] == "python" else config.command[0], *config.command[1:]]
-    pipe = asyncio.subprocess.PIPE
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            cwd=config.folder,
-            env=_environment(config, payload, endpoint),
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise WorkflowError(f"{_named(config, task)} cannot be started: {error}; correct workflow.command") from error
-    try:
-        async with asyncio.timeout(config.time_limit_s):
-            (printed, whole), (errors, _), _ = await asyncio.gather(
-                _read(process.stdout), _read(process.stderr), _tell(process.stdin, payload.encode())
+        fields = {"id": task.id, "prompt": sendable_prompt(task), "metadata": task.metadata}
+        payload = json.dumps(to_jsonable(fields | ({"answer": task.answer} if self.show_answer else {})))
+        command = [sys.executable if self.command[0] == "python" else self.command[0], *self.command[1:]]
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                cwd=self.folder,
+                env=self._environment(payload, endpoint),
+                start_new_session=True,
             )
-            code = await process.wait()
-    except TimeoutError:
-        text = f"{_named(config, task)} took longer than {config.time_limit_s:g} s"
-        raise WorkflowError(f"{text}; raise workflow.time_limit_s, or let it end sooner") from None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its subprocesses, too
-        process._transport.close()  # type: ignore[attr-defined]  # unread output would keep it from ending
-        await process.wait()
-    if code != 0:
-        tail = errors.decode("utf-8", "replace")[-_TAIL:].strip()
-        raise WorkflowError(f"{_named(config, task)} ended with exit code {code}: {tail or 'it printed no error'}")
-    if not whole:
-        raise WorkflowError(f"{_named(config, task)} printed more than {_MOST_PRINTED} bytes; let it print its answer")
-    return printed.decode("utf-8", "replace").strip()
+        except OSError as error:
+            raise WorkflowError(f"{self._named(task)} cannot be started: {error}; correct workflow.command") from error
+        try:
+            async with asyncio.timeout(self.time_limit_s):
+                (printed, whole), (errors, _), _ = await asyncio.gather(
+                    _read(process.stdout), _read(process.stderr), _tell(process.stdin, payload.encode())
+                )
+                code = await process.wait()
+        except TimeoutError:
+            text = f"{self._named(task)} took longer than {self.time_limit_s:g} s"
+            raise WorkflowError(f"{text}; raise workflow.time_limit_s, or let it end sooner") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its subprocesses, too
+            process._transport.close()  # type: ignore[attr-defined]  # unread output would keep it from ending
+            await process.wait()
+        if code != 0:
+            tail = errors.decode("utf-8", "replace")[-_TAIL:].strip()
+            raise WorkflowError(f"{self._named(task)} ended with exit code {code}: {tail or 'it printed no error'}")
+        if not whole:
+            raise WorkflowError(f"{self._named(task)} printed more than {_MOST_PRINTED} bytes; let it print its answer")
+        return printed.decode("utf-8", "replace").strip()
 
+    def _environment(self, payload: str, endpoint: EndpointAccess) -> dict[str, str]:
+        variables = {
+            "OPENAI_BASE_URL": endpoint.base_url,
+            "OPENAI_API_KEY": endpoint.api_key,
+            "ANTHROPIC_BASE_URL": endpoint.address,
+            "ANTHROPIC_API_KEY": endpoint.api_key,
+            "PYTHONUNBUFFERED": "1",
+        }
+        for name in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine
+            variables[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+        inherited = {key: value for key, value in os.environ.items() if key != _TASK}
+        if len(payload.encode()) <= _LONGEST_VARIABLE:
+            variables[_TASK] = payload
+        return inherited | variables | self.environment
 
-def _task_json(config: ProgramWorkflow, task: Task) -> dict[str, Any]:
-    fields = {"id": task.id, "prompt": sendable_prompt(task), "metadata": task.metadata}
-    payload: dict[str, Any] = to_jsonable(fields | ({"answer": task.answer} if config.show_answer else {}))
-    return payload
-
-
-def _environment(config: ProgramWorkflow, payload: str, endpoint: EndpointAccess) -> dict[str, str]:
-    variables = {
-        "OPENAI_BASE_URL": endpoint.base_url,
-        "OPENAI_API_KEY": endpoint.api_key,
-        "ANTHROPIC_BASE_URL": endpoint.address,
-        "ANTHROPIC_API_KEY": endpoint.api_key,
-        "PYTHONUNBUFFERED": "1",
-    }
-    for name in ("NO_PROXY", "no_proxy"):  # the endpoint is on this machine
-        variables[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
-    inherited = {key: value for key, value in os.environ.items() if key != _TASK}
-    if len(payload.encode()) <= _LONGEST_VARIABLE:
-        variables[_TASK] = payload
-    return inherited | variables | config.environment
+    def _named(self, task: Task) -> str:
+        return f"task {task.id}: workflow `program`: `{' '.join(self.command)}`"
 
 
 async def _read(stream: asyncio.StreamReader | None) -> tuple[bytes, bool]:
@@ -129,7 +168,3 @@ async def _tell(stream: asyncio.StreamWriter | None, text: bytes) -> None:
         stream.write(text)
         await stream.drain()
         stream.close()
-
-
-def _named(config: ProgramWorkflow, task: Task) -> str:
-    return f"task {task.id}: workflow `program`: `{' '.join(config.command)}`"

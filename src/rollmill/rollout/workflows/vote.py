@@ -1,79 +1,86 @@
-"""Workflows `vote` (self-consistency, arXiv:2203.11171) and `model_judged` (reward from another model's reply)."""
+"""Workflow `vote`: the most frequent of several answers wins (self-consistency, arXiv:2203.11171)."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import regex
+from pydantic import Field, model_validator
 
-from rollmill.config.workflows import JudgedWorkflow, VoteWorkflow
-from rollmill.data.content_parts import content_text
+from rollmill.config.workflows import WorkflowSection
 from rollmill.rewards.base import text_after
-from rollmill.rollout.policy import Policy, Reply
-from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
 from rollmill.types import Task
+
+if TYPE_CHECKING:
+    from rollmill.rollout.policy import Policy
+    from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
 
 _PATTERN_S = 1.0
 """Timeout for finding an answer by a pattern; past it there is none."""
 
 
-async def vote(config: VoteWorkflow, task: Task, policy: Policy, judge: RolloutScorer) -> WorkflowResult:
-    """Sample answers and vote: with `agreement` each has a reward (arXiv:2504.16084); else the winner's counts."""
-    replies = await _samples(config, task, policy)
-    answers = await asyncio.to_thread(lambda: [extract_vote(config, each.completion.answer) for each in replies])
-    won = majority_vote(answers)
-    if config.reward == "winner":
-        return await judge(replies[answers.index(won)])
-    for reply, answer in zip(replies, answers, strict=True):
-        policy.reward(reply, float(answer is not None and answer == won))
-    return sum(answer is not None and answer == won for answer in answers) / len(answers)
+class VoteWorkflow(WorkflowSection):
+    """Several answers to the task, each a separate experience; the most frequent one wins (arXiv:2203.11171)."""
 
+    multi_step: ClassVar[bool] = True
 
-def extract_vote(config: VoteWorkflow, text: str) -> str | None:
-    """Extract the answer from a text, ignoring case and white space; None if there is none."""
-    if config.pattern is None:
-        found = text_after(text, config.after)
-    else:
+    name: Literal["vote"] = "vote"
+    samples: int = Field(8, ge=2)
+    """Answers per rollout."""
+    pattern: str | None = None
+    """Regular expression of the answer in the text: its last match, or that match's first group. A text that takes
+    longer than a second to search has no answer."""
+    after: str | None = None
+    """Alternative to `pattern`: the answer is the text after the last occurrence of this text. Default: the whole
+    text."""
+    reward: Literal["agreement", "winner"] = "agreement"
+    """`agreement` needs no labels: each sample with the winning answer earns 1, others 0 (arXiv:2504.16084). `winner`:
+    the winning answer is scored by `rewards`, and all samples share its reward."""
+
+    @property
+    def scored_by_rewards(self) -> bool:
+        return self.reward == "winner"
+
+    @model_validator(mode="after")
+    def _one_extraction(self) -> Self:
+        if self.pattern is not None and self.after is not None:
+            raise ValueError("pattern and after both say where the answer is; give one of them")
         try:
-            matches = list(regex.finditer(config.pattern, text, concurrent=True, timeout=_PATTERN_S))
-        except TimeoutError:
-            return None
-        found = matches[-1][1 if matches[-1].re.groups else 0] if matches else None
-    return " ".join((found or "").casefold().split()) or None
+            regex.compile(self.pattern or "")
+        except (regex.error, RecursionError) as error:
+            raise ValueError(f"pattern: not a regular expression: {error}") from error
+        return self
+
+    async def solve(self, task: Task, policy: Policy, judge: RolloutScorer) -> WorkflowResult:
+        """Sample answers and vote; with `agreement` return the share of the winner."""
+        if isinstance(task.prompt, str):
+            replies = await policy.complete_n(task.prompt, self.samples)
+        else:
+            replies = await policy.chat_n(list(task.prompt), self.samples)
+        answers = await asyncio.to_thread(lambda: [self.extract(each.completion.answer) for each in replies])
+        won = majority_vote(answers)
+        if self.reward == "winner":
+            return await judge(replies[answers.index(won)])
+        for reply, answer in zip(replies, answers, strict=True):
+            policy.reward(reply, float(answer is not None and answer == won))
+        return sum(answer is not None and answer == won for answer in answers) / len(answers)
+
+    def extract(self, text: str) -> str | None:
+        """Extract the answer from a text, ignoring case and white space; None if there is none."""
+        if self.pattern is None:
+            found = text_after(text, self.after)
+        else:
+            try:
+                matches = list(regex.finditer(self.pattern, text, concurrent=True, timeout=_PATTERN_S))
+            except TimeoutError:
+                return None
+            found = matches[-1][1 if matches[-1].re.groups else 0] if matches else None
+        return " ".join((found or "").casefold().split()) or None
 
 
 def majority_vote(answers: list[str | None]) -> str | None:
     """The most frequent answer, among equals the first; None without answers."""
     counted = Counter(each for each in answers if each is not None)
     return max(counted, key=counted.__getitem__) if counted else None
-
-
-async def _samples(config: VoteWorkflow, task: Task, policy: Policy) -> list[Reply]:
-    if not isinstance(task.prompt, str):
-        return await policy.chat_n(list(task.prompt), config.samples)
-    return await policy.complete_n(task.prompt, config.samples)
-
-
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-
-
-async def model_judged(config: JudgedWorkflow, task: Task, policy: Policy, **models: Any) -> WorkflowResult:
-    """Return the last number of the judging model's reply, scaled to 0..1; None if it is missing or off the scale."""
-    if isinstance(task.prompt, str):
-        reply, prompt = await policy.complete(task.prompt), task.prompt
-    else:
-        reply, prompt = await policy.chat(list(task.prompt)), content_text(task.prompt[-1]["content"])
-    places = {
-        "prompt": prompt,
-        "response": reply.completion.answer,
-        "answer": str(task.answer),
-        "scale": f"{config.scale:g}",
-    }
-    question = re.sub(r"\{(prompt|response|answer|scale)\}", lambda found: places[found[1]], config.question)
-    verdict = await models[config.by].chat([{"role": "user", "content": question}])
-    numbers = _NUMBER.findall(verdict.completion.answer)
-    score = float(numbers[-1]) if numbers else -1.0
-    return score / config.scale if 0 <= score <= config.scale else None
