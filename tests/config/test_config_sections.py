@@ -16,9 +16,9 @@ import pytest
 from rollmill import config as configs
 from rollmill.config import (
     engines,
-    environments,
     rewards,
 )
+from rollmill.config.environments import EnvironmentSection
 from rollmill.config.operators import OperatorSection
 from rollmill.config.samplers import SamplerSection
 from rollmill.config.section import find_sections, module_sections, section_from_signature, section_tag
@@ -30,7 +30,6 @@ from rollmill.registry import import_object
 
 HOMES: dict[str, tuple[Any, type[Any]]] = {
     "rewards": (rewards, rewards.RewardSection),
-    "environments": (environments, environments.EnvironmentSection),
     "engines": (engines, engines.EngineSection),
 }
 
@@ -40,6 +39,7 @@ COMPONENTS: dict[str, tuple[type[Any], str]] = {
     "rollmill.data.samplers.builtin": (SamplerSection, "next"),
     "rollmill.rollout.tools.builtin": (ToolSection, "open"),
     "rollmill.trackers.builtin": (TrackerSection, "write"),
+    "rollmill.rollout.environments.builtin": (EnvironmentSection, "step"),
     "rollmill.rollout.workflows": (WorkflowSection, "solve"),
 }
 """Package -> base of its components, and the method that does their work."""

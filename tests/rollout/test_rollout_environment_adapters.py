@@ -14,15 +14,14 @@ import pytest
 from environment_pools import in_loop, rollout
 from PIL import Image
 
-from rollmill.config.environments import GymnasiumSection, ReasoningGymSection, TextArenaSection
 from rollmill.config.rows import GeneratorConfig
 from rollmill.data.generators import generate_rows
 from rollmill.errors import ConfigError
-from rollmill.rollout.environments.base import validate_observation
-from rollmill.rollout.environments.gymnasium import GymnasiumEnvironment
+from rollmill.rollout.environments.base import make_environment, validate_observation
+from rollmill.rollout.environments.builtin.gymnasium import GymnasiumEnvironment
+from rollmill.rollout.environments.builtin.reasoning_gym import ReasoningGymEnvironment
+from rollmill.rollout.environments.builtin.textarena import TextArenaEnvironment
 from rollmill.rollout.environments.pool import EnvironmentPool
-from rollmill.rollout.environments.reasoning_gym import ReasoningGymEnvironment
-from rollmill.rollout.environments.textarena import TextArenaEnvironment
 from rollmill.types import Task
 
 MAP = ["SFF", "FHF", "FFG"]
@@ -33,7 +32,10 @@ def task(**metadata: Any) -> Task:
 
 
 def lake(**keys: Any) -> GymnasiumEnvironment:
-    return GymnasiumEnvironment(GymnasiumSection(options={"is_slippery": False, "desc": MAP}, **keys))
+    made: GymnasiumEnvironment = make_environment(
+        GymnasiumEnvironment(options={"is_slippery": False, "desc": MAP}, **keys)
+    )
+    return made
 
 
 def test_a_frozen_lake_is_a_map_with_a_player() -> None:
@@ -60,7 +62,7 @@ def test_a_reply_without_an_action_costs_and_changes_nothing() -> None:
 
 
 def test_a_seed_of_the_task_decides() -> None:
-    env = GymnasiumEnvironment(GymnasiumSection(id="Taxi-v4"))
+    env = make_environment(GymnasiumEnvironment(id="Taxi-v4"))
     assert env.reset(task(seed=3), 1) == env.reset(task(seed=3), 2)
     starts = {env.reset(task(), seed) for seed in range(5)}
     assert len(starts) > 1
@@ -80,13 +82,13 @@ def test_a_seed_of_the_task_decides() -> None:
 )
 def test_what_gymnasium_cannot_do_is_said(keys: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        GymnasiumEnvironment(GymnasiumSection(**keys)).reset(task(), 1)
+        make_environment(GymnasiumEnvironment(**keys)).reset(task(), 1)
 
 
 def test_a_function_may_describe_what_is_not_rendered(tmp_path: Path) -> None:
     (tmp_path / "cards.py").write_text("def cards(environment, observation):\n    return str(observation[0])\n")
-    config = GymnasiumSection(id="Blackjack-v1", actions=["stick", "hit"], describe=f"{tmp_path}/cards.py:cards")
-    assert 4 <= int(GymnasiumEnvironment(config).reset(task(), 1)) <= 21
+    config = GymnasiumEnvironment(id="Blackjack-v1", actions=["stick", "hit"], describe=f"{tmp_path}/cards.py:cards")
+    assert 4 <= int(make_environment(config).reset(task(), 1)) <= 21
 
 
 class Lamp(gymnasium.Env[int, int]):
@@ -114,8 +116,8 @@ class Lamp(gymnasium.Env[int, int]):
 def test_states_may_be_pictures(tmp_path: Path) -> None:
     gymnasium.register("Lamp-v0", Lamp)
     (tmp_path / "lamp.py").write_text("def told(environment, observation):\n    return f'lamp {observation}'\n")
-    config = GymnasiumSection(id="Lamp-v0", actions=["off", "on"], render_mode="rgb_array")
-    env = GymnasiumEnvironment(config)
+    config = GymnasiumEnvironment(id="Lamp-v0", actions=["off", "on"], render_mode="rgb_array")
+    env = make_environment(config)
     [dark] = env.reset(task(), 1)
     assert not dark.any()
     found = env.step("turn it on")
@@ -123,7 +125,7 @@ def test_states_may_be_pictures(tmp_path: Path) -> None:
     text, again = env.step("what?").observation
     assert text.startswith("That is no action")
     assert again.shape == (4, 6, 3)
-    shown = GymnasiumEnvironment(config.model_copy(update={"describe": f"{tmp_path}/lamp.py:told"}))
+    shown = make_environment(config.model_copy(update={"describe": f"{tmp_path}/lamp.py:told"}))
     assert shown.reset(task(), 1)[1] == "lamp 0"
     [message] = validate_observation(shown.step("on").observation, "Lamp.step")
     assert message["role"] == "user"
@@ -132,7 +134,7 @@ def test_states_may_be_pictures(tmp_path: Path) -> None:
     with Image.open(io.BytesIO(base64.b64decode(drawn["image"].removeprefix("data:image/png;base64,")))) as image:
         assert (image.size, image.getpixel((0, 0))) == ((6, 4), (255, 255, 255))
     with pytest.raises(ConfigError, match="Blackjack-v1"):
-        GymnasiumEnvironment(config.model_copy(update={"id": "Blackjack-v1"})).reset(task(), 1)
+        make_environment(config.model_copy(update={"id": "Blackjack-v1"})).reset(task(), 1)
 
 
 @pytest.mark.parametrize("found", [[1], 3, None, np.zeros((2, 2)), [np.zeros((2, 2, 5), np.uint8)]])
@@ -146,7 +148,7 @@ def test_an_answer_may_be_tried_again() -> None:
     assert record.metadata is not None
     given = Task("t:1", "q", metadata=record.metadata)
     answer = record.metadata["entry"]["answer"]
-    env = ReasoningGymEnvironment(ReasoningGymSection(attempts=2, after="####", discount=0.5, feedback="No."))
+    env = make_environment(ReasoningGymEnvironment(attempts=2, after="####", discount=0.5, feedback="No."))
     assert env.reset(given, 1) == ""
     wrong = env.step("I do not know")
     assert (wrong.observation, wrong.reward, wrong.done) == ("No.", 0.0, False)
@@ -160,9 +162,9 @@ def test_an_answer_may_be_tried_again() -> None:
 
 def test_a_text_game_is_played_to_its_end() -> None:
     before = random.getstate()
-    game = TextArenaEnvironment(TextArenaSection(id="GuessTheNumber-v0", options={"max_number": 8}))
+    game = make_environment(TextArenaEnvironment(id="GuessTheNumber-v0", options={"max_number": 8}))
     assert "between 1 and 8" in game.reset(task(), 4)
-    other = TextArenaEnvironment(TextArenaSection(id="GuessTheNumber-v0", options={"max_number": 8}))
+    other = make_environment(TextArenaEnvironment(id="GuessTheNumber-v0", options={"max_number": 8}))
     other.reset(task(seed=4), 5)
     low, high, turns = 1, 8, 0
     while True:
@@ -188,7 +190,7 @@ def test_a_text_game_is_played_to_its_end() -> None:
 )
 def test_games_that_cannot_be_played_are_refused(id: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        TextArenaEnvironment(TextArenaSection(id=id)).reset(task(), 1)
+        make_environment(TextArenaEnvironment(id=id)).reset(task(), 1)
 
 
 def test_a_game_whose_words_are_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,12 +202,12 @@ def test_a_game_whose_words_are_missing_says_so(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(nltk, "download", lambda *arguments, **options: False)
     monkeypatch.setattr("nltk.data.find", missing)
     with pytest.raises(ConfigError, match="needs word lists that nltk downloads"):
-        TextArenaEnvironment(TextArenaSection(id="Hangman-v0")).reset(task(), 1)
+        make_environment(TextArenaEnvironment(id="Hangman-v0")).reset(task(), 1)
 
 
 @in_loop
 async def test_adapters_live_in_processes_too() -> None:
-    found = EnvironmentPool(GymnasiumSection(options={"is_slippery": False, "desc": MAP}, processes=1))
+    found = EnvironmentPool(GymnasiumEnvironment(options={"is_slippery": False, "desc": MAP}, processes=1))
     async with found.one(rollout()) as one:
         assert await one.reset() == "PFF\nFHF\nFFG\n"
         assert (await one.step("down")).observation == "SFF\nPHF\nFFG\n"
@@ -214,7 +216,7 @@ async def test_adapters_live_in_processes_too() -> None:
 
 @in_loop
 async def test_a_library_s_refusal_comes_through_from_a_process() -> None:
-    found = EnvironmentPool(GymnasiumSection(id="FrozenPond-v1", processes=1))
+    found = EnvironmentPool(GymnasiumEnvironment(id="FrozenPond-v1", processes=1))
     async with found.one(rollout()) as one:
         with pytest.raises(ConfigError, match="gymnasium does not make FrozenPond-v1"):
             await one.reset()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+from rollmill.config.environments import EnvironmentSection
 from rollmill.config.operators import OperatorSection
 from rollmill.config.samplers import SamplerSection
 from rollmill.config.section import component_sections, section_union
@@ -18,6 +19,7 @@ from rollmill.config.trackers import TrackerSection
 from rollmill.config.workflows import LiveRequestsWorkflow, SingleTurnWorkflow, WorkflowSection
 
 if TYPE_CHECKING:
+    EnvironmentConfig = EnvironmentSection
     OperatorConfig = OperatorSection
     SamplerConfig = SamplerSection
     TaskOperatorConfig = TaskOperatorSection
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     TrackerConfig = TrackerSection
     WorkflowConfig = WorkflowSection
 else:
+    EnvironmentConfig = section_union(
+        component_sections("rollmill.rollout.environments.builtin", EnvironmentSection), kind="environment"
+    )
     OperatorConfig = section_union(component_sections("rollmill.pipelines.builtin", OperatorSection), kind="pipeline")
     SamplerConfig = section_union(component_sections("rollmill.data.samplers.builtin", SamplerSection), kind="order")
     TaskOperatorConfig = section_union(

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rollmill.config.algorithms import AlgorithmConfig
-from rollmill.config.components import OperatorConfig, ToolConfig, WorkflowConfig
-from rollmill.config.environments import EnvironmentConfig
+from rollmill.config.components import EnvironmentConfig, OperatorConfig, ToolConfig, WorkflowConfig
 from rollmill.config.evaluation import EvaluationSampling, EvaluationSet
 from rollmill.config.model import AuxiliaryModelConfig
 from rollmill.config.rewards import RewardConfig

@@ -1,16 +1,21 @@
-"""`environment`: the environment that a workflow acts in."""
+"""Base class of `environment`, which a workflow acts in. The built-in ones stand in `rollmill.rollout.environments`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
-from rollmill.config.section import NamedSection, module_sections, section_union
+from rollmill.config.section import NamedSection
 
 
 class EnvironmentSection(NamedSection):
-    """An environment chosen by name; its other keys are its options."""
+    """An environment chosen by name: its options, and the methods of `rollmill.rollout.environments.Environment`.
+
+    Each rollout has a copy.
+    """
+
+    needs_generator: ClassVar[bool] = False  #: acts on tasks of `taskset.generator` only
 
     processes: int = Field(0, ge=0)
     """Number of worker processes for environments, several environments in each; 0: threads of this process. For
@@ -32,74 +37,9 @@ class EnvironmentSection(NamedSection):
         text = "not honoured with processes 0: it is about worker processes; give processes"
         return {key: text for key in ("restart_after", "memory_gb") if self.processes == 0}
 
+    def picture_keys(self) -> dict[str, str]:
+        """Returns the keys because of which it shows pictures, each with a remedy for a model that reads text only."""
+        return {}
 
-class GymnasiumSection(EnvironmentSection):
-    """A gymnasium environment with discrete actions, rendered as text or as pictures (extra `gym`).
-
-    Tasks may have `seed` and `options` in their metadata; these options override those here.
-    """
-
-    needs_extra = ("gym", "gymnasium")
-    implementation = "rollmill.rollout.environments.gymnasium:GymnasiumEnvironment"
-    name: Literal["gymnasium"] = "gymnasium"
-    id: str = "FrozenLake-v1"
-    """Environment id in gymnasium's registry."""
-    options: dict[str, Any] = {}
-    """Keyword arguments of `gymnasium.make`."""
-    actions: list[str] = []
-    """Words for the actions 0, 1, 2, ...; the last one in a reply counts. Built in for FrozenLake, Taxi,
-    CliffWalking."""
-    invalid_penalty: float = Field(0.0, ge=0)
-    """Penalty for a reply without an action. The policy is shown the words and the unchanged state again."""
-    max_steps: int | None = Field(None, ge=1)
-    """Maximum actions per episode, invalid ones included; null: gymnasium's limit."""
-    render_mode: Literal["ansi", "rgb_array"] = "ansi"
-    """`rgb_array`: the policy sees a picture of each state, and must be a vision-language model. `ansi`: text."""
-    describe: str | None = None
-    """FILE.py:NAME of a function (environment, observation) -> text shown to the policy; null: the rendered map. With
-    pictures, the text stands behind each."""
-
-
-class ReasoningGymSection(EnvironmentSection):
-    """Several attempts at a task of `taskset.generator`, with feedback after a wrong answer.
-
-    The reward is the generator's score of the last answer. With one attempt, it is equivalent to workflow `single_turn`
-    with the reward `reasoning_gym`.
-    """
-
-    needs_extra = ("reasoning", "reasoning_gym")
-    implementation = "rollmill.rollout.environments.reasoning_gym:ReasoningGymEnvironment"
-    name: Literal["reasoning_gym"] = "reasoning_gym"
-    attempts: int = Field(3, ge=1)
-    """Maximum number of answers."""
-    after: str | None = None
-    """The answer is the text after the last occurrence of this marker; null: the whole reply."""
-    solved: float = Field(1.0, gt=0, le=1)
-    """Score at which the episode ends."""
-    discount: float = Field(1.0, gt=0, le=1)
-    """Factor of the reward per previous attempt."""
-    feedback: str = "That is not right. Try again."
-    """Message to the policy after a wrong answer."""
-
-
-class TextArenaSection(EnvironmentSection):
-    """A single-player game of TextArena (extra `textarena`).
-
-    Tasks may have `seed` and `options` in their metadata; these options override those here.
-    """
-
-    needs_extra = ("textarena", "textarena")
-    implementation = "rollmill.rollout.environments.textarena:TextArenaEnvironment"
-    name: Literal["textarena"] = "textarena"
-    id: str
-    """Game id in TextArena's registry, such as `GuessTheNumber-v0`."""
-    options: dict[str, Any] = {}
-    """Keyword arguments of `textarena.make`."""
-    max_steps: int | None = Field(None, ge=1)
-    """Maximum actions per episode; null: the game's limit."""
-
-
-if TYPE_CHECKING:
-    EnvironmentConfig = EnvironmentSection
-else:
-    EnvironmentConfig = section_union(module_sections(__name__, EnvironmentSection), kind="environment")
+    def setup(self) -> None:
+        """Make the copy of a rollout ready for its first `reset`."""

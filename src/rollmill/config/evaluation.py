@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollmill.config.components import WorkflowConfig
-from rollmill.config.environments import EnvironmentConfig
+from rollmill.config.components import EnvironmentConfig, WorkflowConfig
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.section import PlainName, Section

@@ -11,10 +11,9 @@ from rollmill.config.algorithms import AlgorithmConfig
 from rollmill.config.algorithms.baselines import GRPO
 from rollmill.config.buffer import BufferConfig, OfflineDataConfig
 from rollmill.config.changes import ChangeConfig
-from rollmill.config.components import OperatorConfig, ToolConfig, WorkflowConfig, workflow_by_name
+from rollmill.config.components import EnvironmentConfig, OperatorConfig, ToolConfig, WorkflowConfig, workflow_by_name
 from rollmill.config.domains import DomainConfig, MixingConfig
 from rollmill.config.engines import EngineConfig, NativeEngineConfig
-from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.config.monitor import MonitorConfig

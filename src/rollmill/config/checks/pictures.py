@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rollmill.config.environments import GymnasiumSection
 from rollmill.config.model import ModelConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.trainer import TrainerConfig
@@ -82,11 +81,8 @@ def require_picture_support(model: ModelConfig, stages: Sequence[StageConfig]) -
                     "is trained; remove one of the two"
                 )
         for view in stage.by_domain().values() if name is None else ():
-            if isinstance(view.environment, GymnasiumSection) and view.environment.render_mode == "rgb_array":
-                raise ConfigError(
-                    f"stage {stage.name}: environment.render_mode: rgb_array shows pictures, and the model reads text "
-                    "only; write ansi, or train a vision-language model"
-                )
+            for key, text in ({} if view.environment is None else view.environment.picture_keys()).items():
+                raise ConfigError(f"stage {stage.name}: environment.{key}: {text}")
         held_out = [] if stage.evaluation is None else [*stage.evaluation.all_sets().values()]
         views = [*stage.by_domain().values(), *map(stage.for_evaluation, held_out)]
         for view in views if name is not None else ():

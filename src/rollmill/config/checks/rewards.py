@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.checks.evaluation import evaluation_set_path
-from rollmill.config.environments import ReasoningGymSection
 from rollmill.config.operators import OperatorSection, RewardOperatorSection
 from rollmill.config.placement import RayPlacement
 from rollmill.config.rewards import RewardConfig
@@ -21,7 +20,7 @@ from rollmill.config.workflows import WorkflowSection
 
 def reward_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     """Yields key paths within the stage for its rewards, its pipeline, and the rewards of evaluation sets."""
-    if isinstance(stage.environment, ReasoningGymSection):
+    if stage.environment is not None and stage.environment.needs_generator:
         yield from _ungenerated(stage, ("environment",))
     yield from _rewards(stage)
     yield from _evaluated_rewards(stage)

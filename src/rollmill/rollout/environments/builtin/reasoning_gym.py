@@ -4,27 +4,46 @@ from __future__ import annotations
 
 import pickle
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from rollmill.config.environments import ReasoningGymSection
+from pydantic import Field, PrivateAttr
+
+from rollmill.config.environments import EnvironmentSection
 from rollmill.errors import ConfigError
 from rollmill.rewards.base import text_after
 from rollmill.rollout.environments.base import StepResult
 from rollmill.types import Task
 
 
-class ReasoningGymEnvironment:
-    """Several attempts at a task of reasoning-gym, which scores them. The task's prompt asks the question, so `reset`
-    returns no text."""
+class ReasoningGymEnvironment(EnvironmentSection):
+    """Several attempts at a task of `taskset.generator`, with feedback after a wrong answer.
 
-    def __init__(self, config: ReasoningGymSection) -> None:
-        self._config = config
-        self._entry: dict[str, Any] = {}
-        self._score: Any = None
-        self._tried = 0
+    The reward is the generator's score of the last answer. With one attempt, it is equivalent to workflow `single_turn`
+    with the reward `reasoning_gym`.
+    """
+
+    needs_generator: ClassVar[bool] = True
+    needs_extra = ("reasoning", "reasoning_gym")
+    name: Literal["reasoning_gym"] = "reasoning_gym"
+    attempts: int = Field(3, ge=1)
+    """Maximum number of answers."""
+    after: str | None = None
+    """The answer is the text after the last occurrence of this marker; null: the whole reply."""
+    solved: float = Field(1.0, gt=0, le=1)
+    """Score at which the episode ends."""
+    discount: float = Field(1.0, gt=0, le=1)
+    """Factor of the reward per previous attempt."""
+    feedback: str = "That is not right. Try again."
+    """Message to the policy after a wrong answer."""
+    _entry: dict[str, Any] = PrivateAttr()
+    _score: Any = PrivateAttr()
+    _tried: int = PrivateAttr()
 
     def reset(self, task: Task, seed: int) -> str:
-        """Start an episode. Raises ConfigError for a task that reasoning-gym did not generate."""
+        """Start an episode; the task's prompt asks the question, so there is no text.
+
+        Raises ConfigError for a task that reasoning-gym did not generate.
+        """
         made_by, entry = task.metadata.get("reasoning_gym"), task.metadata.get("entry")
         if made_by is None or entry is None:
             raise ConfigError(
@@ -36,13 +55,13 @@ class ReasoningGymEnvironment:
 
     def step(self, action: str) -> StepResult:
         """Score an answer. A missing or unreadable one is wrong."""
-        answer, score = text_after(action, self._config.after), 0.0
+        answer, score = text_after(action, self.after), 0.0
         if answer is not None:
             score = self._scored(answer.strip())
-        earned = score * self._config.discount**self._tried
+        earned = score * self.discount**self._tried
         self._tried += 1
-        done = score >= self._config.solved or self._tried == self._config.attempts
-        feedback = "" if done else self._config.feedback
+        done = score >= self.solved or self._tried == self.attempts
+        feedback = "" if done else self.feedback
         return StepResult(feedback, earned if done else 0.0, done, {"score": score, "attempts": self._tried})
 
     def _scored(self, answer: str) -> float:

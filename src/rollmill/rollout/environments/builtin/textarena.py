@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
-from rollmill.config.environments import TextArenaSection
+from pydantic import Field, PrivateAttr
+
+from rollmill.config.environments import EnvironmentSection
 from rollmill.errors import ConfigError
 from rollmill.rollout.environments.base import StepResult
 from rollmill.types import Task
@@ -19,30 +21,43 @@ _GLOBAL = threading.Lock()
 """Held during every call: the games draw from the global generator of the module `random`."""
 
 
-class TextArenaEnvironment:
-    """One episode of a TextArena game. The policy sees the game's texts, without its own actions.
+class TextArenaEnvironment(EnvironmentSection):
+    """A single-player game of TextArena (extra `textarena`).
 
-    `reset` raises ConfigError if TextArena is not installed or does not know the game, or the game lacks data (word
-    lists that nltk downloads) or needs several players.
+    Tasks may have `seed` and `options` in their metadata; these options override those here.
     """
 
-    def __init__(self, config: TextArenaSection) -> None:
-        self._config = config
-        self._game: Any = None
-        self._made: dict[str, Any] | None = None
-        self._random = random.Random(0).getstate()
-        self._taken = 0
+    needs_extra = ("textarena", "textarena")
+    name: Literal["textarena"] = "textarena"
+    id: str
+    """Game id in TextArena's registry, such as `GuessTheNumber-v0`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of `textarena.make`."""
+    max_steps: int | None = Field(None, ge=1)
+    """Maximum actions per episode; null: the game's limit."""
+    _game: Any = PrivateAttr()
+    _made: dict[str, Any] | None = PrivateAttr()
+    _random: Any = PrivateAttr()  # state of the module `random` for this game
+    _taken: int = PrivateAttr()
+
+    def setup(self) -> None:
+        self._game, self._made = None, None
+        self._random, self._taken = random.Random(0).getstate(), 0
 
     def reset(self, task: Task, seed: int) -> str:
-        """Start a game; return the rules and the first state."""
+        """Start a game; return the rules and the first state. The policy does not see its own actions.
+
+        Raises ConfigError if TextArena is not installed or does not know the game, or the game lacks data (word lists
+        that nltk downloads) or needs several players.
+        """
         number = int(task.metadata.get("seed", seed)) % 2**31
         self._random, self._taken = random.Random(number).getstate(), 0
         with self._own_randomness():
-            self._make({**self._config.options, **task.metadata.get("options", {})})
+            self._make({**self.options, **task.metadata.get("options", {})})
             try:
                 self._game.reset(num_players=1, seed=number)
             except (AssertionError, ValueError) as error:
-                text = f"environment.id: {self._config.id} does not begin for one player"
+                text = f"environment.id: {self.id} does not begin for one player"
                 raise ConfigError(f"{text}, and there is no other: {error}; choose a game for one") from error
             return self._new_text()
 
@@ -51,7 +66,7 @@ class TextArenaEnvironment:
         self._taken += 1
         with self._own_randomness():
             done, _ = self._game.step(action=action)
-            late = self._config.max_steps is not None and self._taken >= self._config.max_steps
+            late = self.max_steps is not None and self._taken >= self.max_steps
             if not done:
                 return StepResult(self._new_text(), 0.0, late)
             rewards, info = self._game.close()
@@ -66,7 +81,7 @@ class TextArenaEnvironment:
             from textarena.envs.registration import ENV_REGISTRY
         except ModuleNotFoundError as error:
             raise ConfigError("environment textarena needs its library: pip install 'rollmill[textarena]'") from error
-        name = self._config.id
+        name = self.id
         if name not in ENV_REGISTRY:
             near = get_close_matches(name, list(ENV_REGISTRY), n=1)
             raise ConfigError(

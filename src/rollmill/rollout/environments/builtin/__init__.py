@@ -1,0 +1,1 @@
+"""The built-in environments. Every module of this package is searched for them."""
