@@ -45,7 +45,6 @@ def build_stage(
 
     from rollmill.config.algorithms import GRPO
     from rollmill.config.engines import NativeEngineConfig
-    from rollmill.config.rewards.base import PythonReward
     from rollmill.config.rollout import RolloutConfig
     from rollmill.config.run import StageConfig
     from rollmill.config.taskset import TasksetConfig
@@ -57,6 +56,7 @@ def build_stage(
     from rollmill.orchestrator.loop import TrainingLoop
     from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import StageTasks
+    from rollmill.rewards.builtin.python import PythonReward
     from rollmill.trainer import choose_precision
 
     set_allocator(args.model)

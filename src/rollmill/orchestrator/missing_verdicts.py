@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmill.config.rewards.base import reward_part_names
+from rollmill.config.rewards import reward_part_names
 from rollmill.config.run import StageConfig
 from rollmill.errors import RewardError
 from rollmill.rewards.base import LATE, TIMEOUT

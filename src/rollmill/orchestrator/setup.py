@@ -20,8 +20,7 @@ from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
 from rollmill.config.placement import RayPlacement
 from rollmill.config.resolve import STAGE_KEYS
-from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.rewards import RewardConfig, RewardManagerConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import Taskset, load_taskset

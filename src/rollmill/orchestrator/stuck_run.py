@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
-from rollmill.config.rewards.base import attainable_maximum, reward_part_names
+from rollmill.config.rewards import attainable_maximum, reward_part_names
 from rollmill.config.run import StageConfig
 from rollmill.config.trackers import MonitorConfig
 from rollmill.orchestrator.monitor import Monitor

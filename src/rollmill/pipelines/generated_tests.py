@@ -14,10 +14,8 @@ from rollmill.pipelines.pipeline import PipelineResources
 from rollmill.pipelines.reward_updates import init_reward_part, set_reward
 from rollmill.pipelines.verification import is_undecided, score_group
 from rollmill.program_sandbox import ProgramSandbox
-from rollmill.rewards.code.comparison import output_match_options
 from rollmill.rewards.code.extraction import extract_code, join_prefix
 from rollmill.rewards.code.generation import CodingProblem, ValidationCriteria, generate_tests
-from rollmill.rewards.code.reward import sandbox_limits
 from rollmill.rewards.code.tests import ProgramTest, read_suite
 from rollmill.types import Experience, Task
 
@@ -69,7 +67,7 @@ class TestGenerator:
             return
         problem = CodingProblem(generator, known.programs, name)
         code_options = self._options.code
-        rules, limits = output_match_options(code_options), sandbox_limits(code_options)
+        rules, limits = code_options.match_options(), code_options.sandbox_limits()
         known.tests, known.programs = [], []
         try:
             async with asyncio.timeout(batch.context.deadline_s / 2):  # slow programs must not end a run

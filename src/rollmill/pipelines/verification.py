@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from rollmill.config.operators.filters import CheckOperator, VerifyOperator
-from rollmill.config.rewards.base import RewardSection, reward_part_names
+from rollmill.config.rewards import Reward, reward_part_names
 from rollmill.pipelines.batch import Batch, reward_value, to_completion
 from rollmill.pipelines.pipeline import PipelineResources
 from rollmill.pipelines.reward_updates import RAW_REWARD, add_reward, init_reward_part, log_reward_detail, set_reward
@@ -118,7 +118,7 @@ async def score_group(
     return await rewards.score_group(task, [to_completion(each, index) for index, each in enumerate(experiences)])
 
 
-def is_undecided(result: RewardResult, rewards: Sequence[RewardSection]) -> bool:
+def is_undecided(result: RewardResult, rewards: Sequence[Reward]) -> bool:
     """True if some reward timed out, so that the result is not valid. A timeout of the completion's code is valid."""
     judged_late = {
         name for name, each in zip(reward_part_names(rewards), rewards, strict=True) if each.timeout_is_verdict

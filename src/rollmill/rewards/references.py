@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardManagerConfig, reward_part_names
-from rollmill.config.rewards.code import CodeReward
-from rollmill.config.rewards.k12 import K12Reward
-from rollmill.config.rewards.math import MathReward
-from rollmill.config.rewards.text import FormatReward, ToolCallReward
-from rollmill.config.rewards.vision import ChartReward, CountReward, VQAReward
+from rollmill.config.rewards import RewardConfig, RewardManagerConfig, reward_part_names
 from rollmill.errors import ConfigError
+from rollmill.rewards.builtin.chart import ChartReward
+from rollmill.rewards.builtin.code import CodeReward
+from rollmill.rewards.builtin.count import CountReward, reference_count
+from rollmill.rewards.builtin.format import FormatReward
+from rollmill.rewards.builtin.k12 import K12Reward
+from rollmill.rewards.builtin.math import MathReward
+from rollmill.rewards.builtin.tool_call import ToolCallReward, check_tools
+from rollmill.rewards.builtin.vqa import VQAReward
 from rollmill.rewards.text.json_schema import build_validator, schema_text
-from rollmill.rewards.text.tool_call import check_tools
-from rollmill.rewards.vision.count import reference_count
 from rollmill.types import Task
 
 _COMPARING = (MathReward, K12Reward, CountReward, ChartReward, VQAReward)

@@ -11,11 +11,7 @@ from rollmill.config.operators.base import OperatorSection, RewardOperatorSectio
 from rollmill.config.operators.filters import InvalidRewardFilter, VerifyOperator
 from rollmill.config.operators.shaping import OverlongPenalty, ReplayPriority, SuccessRateOperator
 from rollmill.config.placement import RayPlacement
-from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardSection, reward_part_names
-from rollmill.config.rewards.code import CodeReward
-from rollmill.config.rewards.math import ReasoningGymReward
-from rollmill.config.rewards.text import LengthReward
+from rollmill.config.rewards import Reward, RewardConfig, reward_part_names
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, format_key_path
 from rollmill.config.validation_errors import join_quoted
@@ -74,16 +70,16 @@ def _evaluated_rewards(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
             yield (*at, "role"), _no_role(seen, each.role)
 
 
-def _reward_list(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+def _reward_list(stage: StageConfig, rewards: Sequence[Reward], at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
     """Checks the rewards at `at`: a list, or a single reward without a list."""
     for index, reward in enumerate(rewards):
         here = at if at[-1] != "rewards" else (*at, index)
-        if isinstance(reward, LengthReward) and reward.correct is not None:
-            names = [name for other, name in enumerate(reward_part_names(rewards)) if other != index]
-            if reward.correct.partition("/")[0] not in names:
+        names = [name for other, name in enumerate(reward_part_names(rewards)) if other != index]
+        for key, read in reward.other_rewards().items():
+            if read.partition("/")[0] not in names:
                 known = f"there are {', '.join(names)}" if names else "there is no other reward"
-                yield (*here, "correct"), f"no reward `{reward.correct}`; {known}"
-        if isinstance(reward, ReasoningGymReward):
+                yield (*here, key), f"no reward `{read}`; {known}"
+        if reward.needs_generator:
             yield from _ungenerated(stage, here)
         if reward.role is not None and at[0] == "pipeline":
             yield (*here, "role"), "an operator scores the completions of all roles; remove it"
@@ -174,8 +170,11 @@ def _operator_advantage(stage: StageConfig, operator: OperatorSection, at: KeyPa
 
 
 def _slow_code(stage: StageConfig, at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    if any(isinstance(reward, CodeReward) for reward in stage.rewards):
-        text = "`timeout` of the reward `code` says that a program was too slow, and such failures would be dropped"
+    slow = [reward.name for reward in stage.rewards if reward.timeout_is_verdict]
+    if slow:
+        text = (
+            f"`timeout` of the reward `{slow[0]}` says that a program was too slow, and such failures would be dropped"
+        )
         yield (*at, "outcomes"), f"{text}; give outcomes: [late]"
 
 

@@ -13,8 +13,7 @@ from rollmill.config.operators.base import (
     SuccessOperatorSection,
     reject_weighting_keys,
 )
-from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardSection
+from rollmill.config.rewards import Reward, RewardConfig
 from rollmill.types import ExperienceSource
 
 FilterT = TypeVar("FilterT", bound=OperatorSection)
@@ -234,7 +233,7 @@ class VerifyOperator(RewardOperatorSection):
     """Verify only completions with at most this reward."""
 
     @property
-    def reward_lists(self) -> list[tuple[RewardKeyPath, list[RewardSection]]]:
+    def reward_lists(self) -> list[tuple[RewardKeyPath, list[Reward]]]:
         """The operator's rewards."""
         return [(("rewards",), list(self.rewards))]
 
@@ -274,7 +273,7 @@ class CheckOperator(OperatorSection):
         return super().taken if self.otherwise == "drop" else frozenset({ExperienceSource.ROLLOUT})
 
     @property
-    def reward_lists(self) -> list[tuple[RewardKeyPath, list[RewardSection]]]:
+    def reward_lists(self) -> list[tuple[RewardKeyPath, list[Reward]]]:
         """The operator's reward."""
         return [(("reward",), [self.reward])]
 

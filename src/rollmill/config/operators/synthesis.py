@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rollmill.config.operators.base import RewardOperatorSection, SuccessOperatorSection, reject_weighting_keys
-from rollmill.config.rewards.base import RewardSection
-from rollmill.config.rewards.code import CodeReward
+from rollmill.config.rewards import Reward
+from rollmill.user_code import import_object
+
+if TYPE_CHECKING:
+    from rollmill.rewards.builtin.code import CodeReward
+else:
+    CodeReward = import_object("rollmill.rewards.builtin.code:CodeReward")  # found by name, as all rewards are
 
 
 class DemonstrationOperator(SuccessOperatorSection):
@@ -110,7 +115,7 @@ class GeneratedTestsOperator(RewardOperatorSection):
     """Execution and comparison of programs: a reward `code`."""
 
     @property
-    def reward_lists(self) -> list[tuple[tuple[str | int, ...], list[RewardSection]]]:
+    def reward_lists(self) -> list[tuple[tuple[str | int, ...], list[Reward]]]:
         """The reward `code`."""
         return [(("code",), [self.code])]
 

@@ -4,38 +4,58 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rollmill.config.rewards.text import ToolCallReward
-from rollmill.data.layouts import TOOLS, parsed
+from pydantic import Field
+
 from rollmill.files import parse_strict_json
-from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Score
-from rollmill.rewards.resources import RewardResources
+from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Score, TextReward
 from rollmill.rewards.text.json_schema import build_validator, check_schema, schema_text, validate_texts
-from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread, select_answer
-from rollmill.rewards.worker_functions import SCHEMA
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread
 from rollmill.types import Completion, Task, ToolCall
+
+if TYPE_CHECKING:
+    from rollmill.rewards.resources import RewardResources
+    from rollmill_grading.grader_pool import GraderPool
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _REJECTED = "the task's column `tool_calls` has a call that its column `tools` rejects; correct one"
 _NO_PARAMETERS = {"type": "object", "maxProperties": 0}
 
 
-class ToolCallScorer:
-    """A score from 0 to 1. A task without the column `tools` has no reward.
+class ToolCallReward(TextReward):
+    """Fraction of valid tool calls; if the task's column `tool_calls` lists the expected calls, F1 of the calls made.
 
-    Calls are those that the model's chat renderer has found in its own form, or else those in the answer. There are
-    none in reasoning.
-
-    Outcomes besides ok: `no_answer`, `no_call`, `too_many`, `malformed`, `unknown_tool`, `bad_arguments`, `wrong_call`,
-    `too_long`, `timeout`, `memory`.
+    A call is valid if it is JSON, names a tool of the task's column `tools` and has arguments of its schema (extra
+    `schema`). Calls in reasoning do not count. In chats, calls in the form of the model's own template count, whatever
+    `syntax`, `after` and `tag` say.
     """
 
-    def __init__(self, config: ToolCallReward, resources: RewardResources) -> None:
-        check_schema("{}", config.name)  # schemas come with the tasks, but jsonschema must be installed
-        self._config, self._graders = config, resources.graders_for(SCHEMA)
+    needs_extra = ("schema", "jsonschema")
+    largest = 1.0
+    name: Literal["tool_call"]
+    syntax: Literal["tags", "json"] = "tags"
+    """`tags`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. `json`: the answer is one such object, a list
+    of them, or a message with `tool_calls` as in the OpenAI API."""
+    calls: int = Field(16, ge=1)
+    """Maximum number of calls in one completion; more earn 0."""
+    time_limit_s: float = Field(1.0, gt=0)
+    """Timeout for checking the arguments of one completion; the outcome is then `timeout`."""
+    _graders: GraderPool
+
+    def setup(self, resources: RewardResources) -> None:
+        check_schema("{}", self.name)  # schemas come with the tasks, but jsonschema must be installed
+        from rollmill.rewards.worker_functions import SCHEMA
+
+        self._graders = resources.graders_for(SCHEMA)
 
     async def score(self, task: Task, completion: Completion) -> Score:
+        """Return the score of the calls that the model's chat renderer has found in its own form, or else of those in
+        the answer; none for a task without the column `tools`.
+
+        Outcomes besides ok: `no_answer`, `no_call`, `too_many`, `malformed`, `unknown_tool`, `bad_arguments`,
+        `wrong_call`, `too_long`, `timeout`, `memory`.
+        """
         column = _tools_column(task)
         if column is None:
             return Score(None)
@@ -46,7 +66,7 @@ class ToolCallScorer:
             return found
         if not found:
             return Score(1.0) if wanted == [] else Score(0.0, "no_call")
-        if len(found) > self._config.calls:
+        if len(found) > self.calls:
             return Score(0.0, "too_many")
         return await self._score(found, tools, wanted)
 
@@ -55,12 +75,12 @@ class ToolCallScorer:
         reply = completion.reply
         if reply is not None and (reply.tool_calls or reply.malformed):
             return [*reply.tool_calls, *([None] * len(reply.malformed))]
-        text = select_answer(completion, self._config)
+        text = self.select_answer(completion)
         if text is None:
             return Score(0.0, NO_ANSWER)
         if len(text) > MAX_TEXT_CHARS:
             return Score(0.0, "too_long")
-        parse = parse_tagged_calls if self._config.syntax == "tags" else parse_json_calls
+        parse = parse_tagged_calls if self.syntax == "tags" else parse_json_calls
         return await run_large_in_thread(len(text), parse, text)
 
     async def _score(self, found: list[ToolCall | None], tools: dict[str, str], wanted: list[ToolCall] | None) -> Score:
@@ -68,9 +88,11 @@ class ToolCallScorer:
         pairs = [(tools[call.name], json.dumps(call.arguments)) for call in [*(wanted or []), *known]]
         if not pairs:
             return Score(0.0, _outcome(found, known, []))
-        reply = await self._graders.ask(SCHEMA, pairs, self._config.time_limit_s)
+        from rollmill.rewards.worker_functions import SCHEMA
+
+        reply = await self._graders.ask(SCHEMA, pairs, self.time_limit_s)
         if reply.outcome != OK:
-            earned = self._config.timeout_reward if reply.outcome == TIMEOUT else 0.0
+            earned = self.timeout_reward if reply.outcome == TIMEOUT else 0.0
             return Score(earned, reply.outcome, reply.queue_s, reply.run_s)
         marks = str(reply.value)
         if set(marks[: len(wanted or [])]) - {"1"}:
@@ -115,6 +137,8 @@ def check_tools(task: Task, known: set[tuple[str, str]]) -> None:
 
 def _tools_column(task: Task) -> Any:
     """Return the task's tools: its column `tools`, or the schemas that the prompt shows, from another column."""
+    from rollmill.data.layouts import TOOLS
+
     own = task.metadata.get("tools")
     return task.metadata.get(TOOLS) if own is None else own
 
@@ -124,6 +148,8 @@ def read_tool_schemas(column: Any) -> dict[str, str]:
 
     Raises ValueError if it is invalid.
     """
+    from rollmill.data.layouts import parsed
+
     tools: dict[str, str] = {}
     found = parsed(column)
     for each in found if isinstance(found, list | tuple) else [None]:
@@ -140,6 +166,8 @@ def read_tool_schemas(column: Any) -> dict[str, str]:
 
 
 def _wanted(column: Any, tools: Collection[str]) -> list[ToolCall] | None:
+    from rollmill.data.layouts import parsed
+
     if column is None:
         return None
     found = parsed(column)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rollmill.config.rewards.vision import CountReward
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
-from rollmill.rewards.text.parsing import select_answer
-from rollmill.rewards.vision.chart import parse_chart_number
+from rollmill.rewards.vision.base import VisionReward
 from rollmill.types import Completion, Task
-from rollmill_grading.extraction import FinalAnswer, extract_answer
-from rollmill_grading.numerals import find_chinese_counts, find_english_numbers
-from rollmill_grading.phrase import names_several_values
-from rollmill_grading.quantities import normalize_answer, parse_quantity, strip_approximation
+
+if TYPE_CHECKING:
+    from rollmill_grading.extraction import FinalAnswer
 
 _NONE = re.compile(r"\b(?:no|none|nothing|not any|aren't any|isn't any)\b|没有|无|零", re.IGNORECASE)
 _SEVERAL = re.compile(
@@ -23,21 +20,28 @@ _SEVERAL = re.compile(
 _LONGEST = 400
 
 
-class CountScorer:
-    """1 if the number of the final answer equals the reference, else 0 or partial credit for a close one.
+class CountReward(VisionReward):
+    """1 if the number of the final answer equals the reference, else 0 or, with `credit: relative`, partial credit."""
 
-    Outcomes besides ok: `no_answer` (no number), `hedged` (several).
-    """
-
-    def __init__(self, config: CountReward) -> None:
-        self._config = config
+    decides = True
+    largest = 1.0
+    name: Literal["count"]
+    credit: Literal["exact", "relative"] = "exact"
+    """`relative`: 1 - |difference| / reference, at least 0."""
 
     async def score(self, task: Task, completion: Completion) -> Score:
-        config = self._config.of_task(task.metadata)
-        if config is None or task.answer is None:
+        """Return 1 if the number of the final answer equals the reference, else 0 or partial credit for a close one.
+
+        Outcomes besides ok: `no_answer` (no number), `hedged` (several).
+        """
+        from rollmill_grading.extraction import extract_answer
+        from rollmill_grading.phrase import names_several_values
+
+        options = self.of_task(task.metadata)
+        if options is None or task.answer is None:
             return Score(None)
         gold = reference_count(task.answer)
-        text = select_answer(completion, config)
+        text = options.select_answer(completion)
         found = None if text is None else extract_answer(text)
         if found is None:
             return Score(0.0, NO_ANSWER)
@@ -46,13 +50,17 @@ class CountScorer:
             is_vague = found.hedged or _SEVERAL.search(found.value or found.text) is not None
             is_vague = is_vague or (found.kind == "sentence" and names_several_values(found.text))
             return Score(0.0, HEDGED if is_vague else NO_ANSWER)
-        if config.credit == "exact":
+        if options.credit == "exact":
             return Score(float(count == gold))
         return Score(float(max(Fraction(0), 1 - abs(count - gold) / max(gold, Fraction(1)))))
 
 
 def parse_count(found: FinalAnswer) -> Fraction | None:
     """Return the number in an answer, in digits or words of both languages; None for none or several."""
+    from rollmill_grading.numerals import find_chinese_counts, find_english_numbers
+    from rollmill_grading.phrase import names_several_values
+    from rollmill_grading.quantities import normalize_answer, parse_quantity, strip_approximation
+
     text = found.value[:_LONGEST]
     if found.hedged or _SEVERAL.search(text):
         return None
@@ -69,6 +77,8 @@ def parse_count(found: FinalAnswer) -> Fraction | None:
 
 def reference_count(answer: Any) -> Fraction:
     """Return the number of a task's answer. Raises ValueError if it is none, or below 0."""
+    from rollmill.rewards.vision.numbers import parse_chart_number
+
     found = None if isinstance(answer, bool) else parse_chart_number(str(answer))
     if found is None or found.percent or found.value < 0:
         raise ValueError(f"the task's answer is {answer!r:.80}; the count reward needs a number of at least 0")
