@@ -52,6 +52,8 @@ class Reward(Section):
     """Says whether an answer is right. A task has one such reward, unless `judging.verdicts` is `several`."""
     largest: ClassVar[float | None] = None
     """Largest value, before clip and weight; None: not known."""
+    compares_answers: ClassVar[bool] = False
+    """Compares with the task's answer. For other rewards an empty one may be intended."""
     scope: ClassVar[Literal["completion", "group", "either"]] = "completion"
     """Scores a single completion (`score`), all of a task together (`score_group`), or either."""
     needs_generator: ClassVar[bool] = False
@@ -94,6 +96,21 @@ class Reward(Section):
     def other_rewards(self) -> dict[str, str]:
         """Returns the names of the rewards of single completions whose results it reads, by the key that says so."""
         return {}
+
+    def applies_to(self, task: Task) -> bool:
+        """Returns False if it has no score for the task, as the task's columns say."""
+        return True
+
+    def reference_of(self, task: Task) -> Any:
+        """Returns the answer that it compares with."""
+        return task.answer
+
+    def scored_tasks(self, tasks: Sequence[Task], name: str) -> list[Task]:
+        """Returns the tasks that it scores under its name in the results: those whose row names no other rewards."""
+        return [task for task in tasks if name in (task.rewards or [name]) and self.applies_to(task)]
+
+    def check_tasks(self, tasks: Sequence[Task], name: str) -> None:
+        """Raises ConfigError if it cannot score one of `scored_tasks`, before anything is rolled out."""
 
     def prepare(self, resources: RewardResources) -> Self:
         """Returns a copy that can score. Raises like `setup`."""

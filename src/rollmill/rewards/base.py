@@ -96,6 +96,15 @@ def text_after(text: str, marker: str | None) -> str | None:
     return tail if found else None
 
 
+def is_empty_answer(answer: Any) -> bool:
+    """Return whether a task's answer is an empty text or list, or a list with an empty text."""
+    if isinstance(answer, str):
+        return not answer.strip()
+    if isinstance(answer, list | tuple):
+        return not answer or any(isinstance(each, str) and not each.strip() for each in answer)
+    return isinstance(answer, Mapping) and not answer
+
+
 def task_options(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return a task's options by letter, from its column `options` or `choices` (a mapping or a list); may be empty."""
     from rollmill_grading.comparison import option_texts

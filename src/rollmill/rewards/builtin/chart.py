@@ -34,6 +34,7 @@ class ChartReward(VisionReward):
     """Relaxed accuracy of ChartQA (arXiv:2203.10244): numbers within a tolerance, other text exactly."""
 
     decides = True
+    compares_answers = True
     largest = 1.0
     name: Literal["chart"]
     tolerance: float = Field(0.05, ge=0, lt=1)

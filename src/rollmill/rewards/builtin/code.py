@@ -74,6 +74,9 @@ class CodeReward(Reward):
     _suites: SuiteCache
     _judge: FunctionComparer | None
 
+    def applies_to(self, task: Task) -> bool:
+        return any(task.metadata.get(column) for column in ("tests", "test", "test_list"))
+
     def setup(self, resources: RewardResources) -> None:
         """Raise ConfigError if `judge` cannot be loaded, SandboxError if there is no safe sandbox."""
         from rollmill.program_sandbox import ProgramSandbox

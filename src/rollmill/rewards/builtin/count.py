@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
+from rollmill.errors import ConfigError
+from rollmill.rewards.base import HEDGED, NO_ANSWER, Score, is_empty_answer
 from rollmill.rewards.vision.base import VisionReward
 from rollmill.types import Completion, Task
 
@@ -18,16 +20,37 @@ _SEVERAL = re.compile(
     r"\b(?:or|to|between|either|maybe|perhaps)\b|或|到|至|可能|也许|还是|\d\s*[-–~]\s*\d", re.IGNORECASE
 )
 _LONGEST = 400
+_NAMED = 3
+"""Tasks that an error names."""
 
 
 class CountReward(VisionReward):
     """1 if the number of the final answer equals the reference, else 0 or, with `credit: relative`, partial credit."""
 
     decides = True
+    compares_answers = True
     largest = 1.0
     name: Literal["count"]
     credit: Literal["exact", "relative"] = "exact"
     """`relative`: 1 - |difference| / reference, at least 0."""
+
+    def check_tasks(self, tasks: Sequence[Task], name: str) -> None:
+        """Refuse answers that are no number, such as the letter of an option."""
+        wrong: list[str] = []
+        for task in self.scored_tasks(tasks, name):
+            if task.answer is None or is_empty_answer(task.answer):
+                continue
+            try:
+                reference_count(task.answer)
+            except ValueError:
+                wrong.append(f"`{task.id}`: {task.answer!r:.40}")
+        if wrong:
+            named = ", ".join(wrong[:_NAMED]) + (", ..." if len(wrong) > _NAMED else "")
+            raise ConfigError(
+                f"{len(wrong)} of {len(tasks)} tasks have an answer that is no number of at least 0 ({named}), which "
+                f"the reward `{name}` cannot compare with; score them by another reward, in a domain of their own or "
+                "named by row (taskset.fields.rewards), or give null where the reward does not apply"
+            )
 
     async def score(self, task: Task, completion: Completion) -> Score:
         """Return 1 if the number of the final answer equals the reference, else 0 or partial credit for a close one.

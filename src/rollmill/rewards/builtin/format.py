@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rollmill.config.rewards import Reward
+from rollmill.errors import ConfigError
 from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Score, TagName, find_answer
-from rollmill.rewards.text.json_schema import check_schema, schema_text
+from rollmill.rewards.text.json_schema import build_validator, check_schema, schema_text
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread, split_words
 from rollmill.types import Completion, Task
 
@@ -103,6 +104,17 @@ class FormatReward(Reward):
             if len(set(names)) < len(names):
                 raise ValueError(f"{key} names one twice; each has to stand once")
         return self
+
+    def check_tasks(self, tasks: Sequence[Task], name: str) -> None:
+        column = self.schema_column
+        if column is None:
+            return
+        for task in self.scored_tasks(tasks, name):
+            if task.metadata.get(column) is not None:
+                try:
+                    build_validator(schema_text(task.metadata[column]))
+                except ValueError as error:
+                    raise ConfigError(f"task `{task.id}`, reward `{name}`: column {column}: {error}") from error
 
     def setup(self, resources: RewardResources) -> None:
         if self.pattern is not None:

@@ -61,6 +61,7 @@ class K12Reward(Reward):
     units, ordering, matching, short answers. In English and Chinese. Reads the answer, without reasoning."""
 
     decides = True
+    compares_answers = True
     largest = 1.0
     name: Literal["k12"]
     multiple: Literal["subset", "all", "per_option"] = "subset"
@@ -110,6 +111,11 @@ class K12Reward(Reward):
         if self.subset_credit is not None and self.multiple != "subset":
             raise ValueError(f"subset_credit is honoured only with multiple: subset (found {self.multiple})")
         return self
+
+    def reference_of(self, task: Task) -> Any:
+        column = task.metadata.get("k12")
+        own = column.get("answer") if isinstance(column, Mapping) else None
+        return task.answer if own is None else own
 
     def setup(self, resources: RewardResources) -> None:
         from rollmill_grading.school.grader import MarkingScheme, SchoolGrader

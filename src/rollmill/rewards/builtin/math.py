@@ -23,6 +23,7 @@ class MathReward(Reward):
     """1 if the final answer equals the reference (formulas by math-verify, in a grader process), else 0."""
 
     decides = True
+    compares_answers = True
     largest = 1.0
     name: Literal["math"]
     time_limit_s: float = Field(60.0, gt=0)

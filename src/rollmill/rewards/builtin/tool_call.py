@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from rollmill.errors import ConfigError
 from rollmill.files import parse_strict_json
 from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Score, TextReward
 from rollmill.rewards.text.json_schema import build_validator, check_schema, schema_text, validate_texts
@@ -42,6 +43,15 @@ class ToolCallReward(TextReward):
     time_limit_s: float = Field(1.0, gt=0)
     """Timeout for checking the arguments of one completion; the outcome is then `timeout`."""
     _graders: GraderPool
+
+    def check_tasks(self, tasks: Sequence[Task], name: str) -> None:
+        """Refuse tasks whose columns `tools` and `tool_calls` it cannot use."""
+        known: set[tuple[str, str]] = set()
+        for task in self.scored_tasks(tasks, name):
+            try:
+                _check_tools(task, known)
+            except ValueError as error:
+                raise ConfigError(f"task `{task.id}`, reward `{name}`: {error}") from error
 
     def setup(self, resources: RewardResources) -> None:
         check_schema("{}", self.name)  # schemas come with the tasks, but jsonschema must be installed
@@ -112,27 +122,6 @@ def _outcome(found: list[ToolCall | None], known: list[ToolCall], valid: list[To
     if len(known) < len(found):
         return "unknown_tool"
     return "bad_arguments" if len(valid) < len(known) else OK
-
-
-def check_tools(task: Task, known: set[tuple[str, str]]) -> None:
-    """Raise ValueError if the reward cannot score a task because of its columns `tools` and `tool_calls`.
-
-    Args:
-        known: schemas, and schemas with arguments, that are right; those of this task are added. Building the
-            validator of a schema takes milliseconds, and tasks share their tools.
-    """
-    column = _tools_column(task)
-    if column is None:
-        return
-    tools = read_tool_schemas(column)
-    wanted = _wanted(task.metadata.get("tool_calls"), tools) or []
-    for schema in tools.values():
-        if (schema, "") not in known:
-            build_validator(schema)
-    calls = {(tools[call.name], json.dumps(call.arguments)) for call in wanted} - known
-    if set(validate_texts(list(calls))) - {"1"}:
-        raise ValueError(_REJECTED)
-    known |= calls | {(schema, "") for schema in tools.values()}
 
 
 def _tools_column(task: Task) -> Any:
@@ -252,3 +241,24 @@ def _in_common(one: list[str], other: list[str]) -> int:
         if key in left:
             left.remove(key)
     return len(other) - len(left)
+
+
+def _check_tools(task: Task, known: set[tuple[str, str]]) -> None:
+    """Raise ValueError if the reward cannot score a task because of its columns `tools` and `tool_calls`.
+
+    Args:
+        known: schemas, and schemas with arguments, that are right; those of this task are added. Building the
+            validator of a schema takes milliseconds, and tasks share their tools.
+    """
+    column = _tools_column(task)
+    if column is None:
+        return
+    tools = read_tool_schemas(column)
+    wanted = _wanted(task.metadata.get("tool_calls"), tools) or []
+    for schema in tools.values():
+        if (schema, "") not in known:
+            build_validator(schema)
+    calls = {(tools[call.name], json.dumps(call.arguments)) for call in wanted} - known
+    if set(validate_texts(list(calls))) - {"1"}:
+        raise ValueError(_REJECTED)
+    known |= calls | {(schema, "") for schema in tools.values()}

@@ -26,6 +26,7 @@ class VQAReward(VisionReward):
     """VQA accuracy (arXiv:1505.00468): the fraction of annotators who agree, with full credit for three."""
 
     decides = True
+    compares_answers = True
     largest = 1.0
     name: Literal["vqa"]
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from rollmill.config.rewards import built_in_rewards
 from rollmill.config.section import section_tag
 from rollmill.rewards.base import TextReward
+from rollmill.types import Task
 
 Coordinates = Literal["pixels", "unit", "percent", "thousand"]
 BoxLayout = Literal["xyxy", "xywh", "yxyx"]
@@ -19,6 +20,10 @@ class VisionReward(TextReward):
     keys, under its name."""
 
     name: str
+
+    def applies_to(self, task: Task) -> bool:
+        column = task.metadata.get("vision")
+        return not isinstance(column, Mapping) or self.name in column
 
     def of_task(self, metadata: Mapping[str, Any]) -> Self | None:
         """Return the settings of one task; None if its column `vision` names other rewards only.
