@@ -13,6 +13,8 @@ from rollmill.rewards.values import RewardValue as RewardValue
 from rollmill.types import REASONING_END, Completion, Experience
 
 OK, TIMEOUT, LATE, NOT_APPLICABLE, GATED = "ok", "timeout", "late", "not_applicable", "gated"
+MEMORY = "memory"
+"""Outcome of a grader process that ran out of memory."""
 NO_ANSWER, HEDGED = "no_answer", "hedged"
 """Outcomes of a completion without an answer, and of one that offers several."""
 
@@ -107,9 +109,12 @@ def is_empty_answer(answer: Any) -> bool:
 
 def task_options(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return a task's options by letter, from its column `options` or `choices` (a mapping or a list); may be empty."""
+    given = metadata.get("options") or metadata.get("choices")
+    if not given:
+        return {}
     from rollmill_grading.comparison import option_texts
 
-    return option_texts(metadata.get("options") or metadata.get("choices"))
+    return option_texts(given)
 
 
 TagName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from rollmill.config.rewards import Reward
-from rollmill.rewards.base import NO_ANSWER, TIMEOUT, Score, find_answer, task_options
+from rollmill.rewards.base import MEMORY, NO_ANSWER, TIMEOUT, Score, find_answer, task_options
 from rollmill.types import Completion, Task
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ class MathReward(Reward):
 
         Outcomes besides ok: `no_answer`, `hedged`, `too_long`, `too_deep`, `too_costly`, `timeout`, `memory`.
         """
-        from rollmill_grading.verdict import Verdict
-
         if task.answer is None:
             return Score(None)
         _require_text_or_number(task.answer)
@@ -69,7 +67,7 @@ class MathReward(Reward):
             tolerance=options.tolerance,
             units=options.units,
         )
-        return self._score_of(begun) if isinstance(begun, Verdict) else self._score_later(begun)
+        return self._score_later(begun) if isinstance(begun, Awaitable) else self._score_of(begun)
 
     async def score(self, task: Task, completion: Completion) -> Score:
         begun = self.begin(task, completion)
@@ -79,8 +77,6 @@ class MathReward(Reward):
         return self._score_of(await begun)
 
     def _score_of(self, verdict: Verdict) -> Score:
-        from rollmill_grading.verdict import MEMORY
-
         value = self.timeout_reward if verdict.outcome in (TIMEOUT, MEMORY) else verdict.score
         return Score(value, verdict.outcome, verdict.queue_s, verdict.run_s)
 
