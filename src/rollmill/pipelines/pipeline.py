@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollmill.config.operators.base import CustomOperatorSection, OperatorSection
-from rollmill.config.rewards import RewardConfig
+from rollmill.config.rewards import Reward
 from rollmill.config.section import register_section, section_from_signature, source_location
 from rollmill.errors import ConfigError, DeadlineError, PipelineError, RollmillError
 from rollmill.pipelines.batch import Batch, OperatorReport, PipelineContext
@@ -194,7 +194,7 @@ def operator(target: Target) -> Target:
 class PipelineResources:
     """Resources of the run that operators need."""
 
-    build_reward_manager: Callable[[Sequence[RewardConfig]], RewardManager]
+    build_reward_manager: Callable[[Sequence[Reward]], RewardManager]
     """Builds further rewards; the operator closes them."""
     seed: int
 

@@ -11,7 +11,7 @@ from rollmill.config.operators.base import OperatorSection, RewardOperatorSectio
 from rollmill.config.operators.filters import InvalidRewardFilter, VerifyOperator
 from rollmill.config.operators.shaping import OverlongPenalty, ReplayPriority, SuccessRateOperator
 from rollmill.config.placement import RayPlacement
-from rollmill.config.rewards import Reward, RewardConfig, reward_part_names
+from rollmill.config.rewards import Reward, reward_part_names
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, format_key_path
 from rollmill.config.validation_errors import join_quoted
@@ -45,7 +45,7 @@ def _rewards(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     yield from _reward_list(stage, stage.rewards, ("rewards",))
 
 
-def _scoring(stage: StageConfig, workflow: WorkflowConfig) -> list[RewardConfig]:
+def _scoring(stage: StageConfig, workflow: WorkflowConfig) -> list[Reward]:
     """Returns the rewards that may score rollouts of a workflow."""
     return [each for each in stage.rewards if each.role is None or workflow.may_have_roles]
 

@@ -54,9 +54,9 @@ class ToolCallReward(TextReward):
                 raise ConfigError(f"task `{task.id}`, reward `{name}`: {error}") from error
 
     def setup(self, resources: RewardResources) -> None:
-        check_schema("{}", self.name)  # schemas come with the tasks, but jsonschema must be installed
         from rollmill.rewards.worker_functions import SCHEMA
 
+        check_schema("{}", self.name)  # schemas come with the tasks, but jsonschema must be installed
         self._graders = resources.graders_for(SCHEMA)
 
     async def score(self, task: Task, completion: Completion) -> Score:
@@ -94,12 +94,12 @@ class ToolCallReward(TextReward):
         return await run_large_in_thread(len(text), parse, text)
 
     async def _score(self, found: list[ToolCall | None], tools: dict[str, str], wanted: list[ToolCall] | None) -> Score:
+        from rollmill.rewards.worker_functions import SCHEMA
+
         known = [call for call in found if call is not None and call.name in tools]
         pairs = [(tools[call.name], json.dumps(call.arguments)) for call in [*(wanted or []), *known]]
         if not pairs:
             return Score(0.0, _outcome(found, known, []))
-        from rollmill.rewards.worker_functions import SCHEMA
-
         reply = await self._graders.ask(SCHEMA, pairs, self.time_limit_s)
         if reply.outcome != OK:
             earned = self.timeout_reward if reply.outcome == TIMEOUT else 0.0
