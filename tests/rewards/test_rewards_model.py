@@ -26,9 +26,9 @@ from rollmill.data import encode_demonstration, encode_prompt
 from rollmill.errors import ModelError, RewardError
 from rollmill.models.classifier import save_classifier
 from rollmill.rewards import build_reward_manager
-from rollmill.rewards.builtin import reward_model as model_module
+from rollmill.rewards.builtin import model as model_module
 from rollmill.rewards.builtin.exact import ExactReward
-from rollmill.rewards.builtin.reward_model import ModelReward
+from rollmill.rewards.builtin.model import ModelReward
 from rollmill.trainer.reward_trainer import ScoringNetwork
 from rollmill.types import Completion, Message, StopReason, Task
 

@@ -1,4 +1,4 @@
-"""The rewards of a run file, one class and one file each: its options, and how it scores.
+"""The rewards of a run file, one class and one file of its name each: the options, and how it scores.
 
 `rollmill.config.rewards` searches this package, so that a file is all that a new reward needs. Reading a run file
 imports every module here: what needs torch or another slow library imports it inside its methods, and nothing here may
