@@ -19,15 +19,15 @@ from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.environments import EnvironmentSection
 from rollmill.config.key_docs import describe_default, describe_meaning, describe_value, join_lines
 from rollmill.config.resolve import RUN_KEYS
-from rollmill.config.rewards.base import RewardSection
-from rollmill.config.rewards.judges import JudgeSection
-from rollmill.config.rewards.text import TextReward
+from rollmill.config.rewards import Reward
 from rollmill.config.run import RunConfig
 from rollmill.config.samplers import SamplerSection, SuccessRateSamplerSection
 from rollmill.config.section import Section
 from rollmill.config.taskset import RowsSection, TasksetSection
 from rollmill.config.tools import ToolSection
 from rollmill.config.validation_errors import SectionLocation, join_quoted, section_classes, section_locations
+from rollmill.rewards.base import TextReward
+from rollmill.rewards.judges.base import LLMJudge
 from rollmill.rollout.workflows.tools import ToolWorkflowSection
 
 FOLDER = Path(__file__).resolve().parent / "run-file"
@@ -127,15 +127,18 @@ FAMILIES = (
         "[Each algorithm](algorithms-rl.md) sets some of them; `rollmill algorithms NAME` prints the result.",
         page="algorithm",
     ),
-    Family(RewardSection, "Keys of all rewards", "Every reward has these keys besides its own.", page="rewards"),
+    Family(Reward, "Keys of all rewards", "Every reward has these keys besides its own.", page="rewards"),
     Family(TextReward, "Keys of {members}", "The part of the completion that these rewards read."),
-    Family(JudgeSection, "Keys of {members}", "The judge model, and its requests."),
+    Family(LLMJudge, "Keys of {members}", "The judge model, and its requests."),
 )
 
 
 def generated(page: str) -> str:
     """Returns the part of a page below MARKER."""
-    sections = [home for home in section_locations() if _page(home) == page]
+    sections = sorted(
+        (home for home in section_locations() if _page(home) == page),
+        key=lambda home: home.prefix == "rewards.gate",  # after the keys of all rewards, one of which it is
+    )
     body = [*_top_level()] if page == "run" else []
     for family in FAMILIES:
         if family.page == page and not any(issubclass(home.section, family.base) for home in sections):

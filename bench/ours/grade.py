@@ -20,9 +20,9 @@ def main() -> None:
 
     import numpy as np
 
-    from rollmill.config.rewards.base import RewardManagerConfig
-    from rollmill.config.rewards.math import MathReward
+    from rollmill.config.rewards import RewardManagerConfig
     from rollmill.rewards import build_reward_manager
+    from rollmill.rewards.builtin.math import MathReward
     from rollmill.types import Completion, StopReason, Task
 
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)

@@ -45,7 +45,6 @@ def build_stage(
 
     from rollmill.config.algorithms import GRPO
     from rollmill.config.engines import NativeEngineConfig
-    from rollmill.config.rewards.base import PythonReward
     from rollmill.config.rollout import RolloutConfig
     from rollmill.config.run import StageConfig
     from rollmill.config.taskset import TasksetConfig
@@ -57,6 +56,7 @@ def build_stage(
     from rollmill.orchestrator.context import RunContext
     from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import StageTasks
+    from rollmill.rewards.builtin.python import PythonReward
 
     set_allocator(args.model)
     device = torch.device(args.device)

@@ -41,14 +41,13 @@ class Seeing:
     """Questions of examples/see.yaml: rows with a picture each, generation, and scores."""
 
     def __init__(self, model: Any, processor: Any) -> None:
-        from rollmill.config.rewards.vision import BoxesReward, CountReward
-        from rollmill.rewards.vision.boxes import BoxesScorer
-        from rollmill.rewards.vision.count import CountScorer
+        from rollmill.rewards.builtin.boxes import BoxesReward
+        from rollmill.rewards.builtin.count import CountReward
 
         self._model, self._processor, self._loop = model, processor, asyncio.new_event_loop()
         self._scorers: dict[str, Any] = {
-            "boxes": BoxesScorer(BoxesReward(name="boxes")),
-            "count": CountScorer(CountReward(name="count")),
+            "boxes": BoxesReward(name="boxes"),
+            "count": CountReward(name="count"),
         }
 
     def rows(self, taskset: Any) -> list[dict[str, Any]]:

@@ -24,8 +24,7 @@ from bench.peers.rollouts import rollouts
 from bench.peers.trl_learn import right
 from bench.prefix import token_ratio
 from bench.report import Case, finish
-from rollmill.config.rewards.text import ExactReward
-from rollmill.rewards.text.format import ExactScorer
+from rollmill.rewards.builtin.exact import ExactReward
 from rollmill.types import Completion, StopReason, Task
 
 WORKER = """
@@ -199,6 +198,6 @@ def completion(text: str) -> Completion:
 
 @given(st.text("12# ", max_size=8))
 def test_both_sides_of_learn_have_the_same_reward(text: str) -> None:
-    exact = ExactScorer(ExactReward(name="exact", after="#"))
+    exact = ExactReward(name="exact", after="#")
     verdict = asyncio.run(exact.score(Task(id="0", prompt="", answer="12"), completion(text)))
     assert right(text, "12") == verdict.value

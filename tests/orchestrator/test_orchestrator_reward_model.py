@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, CohereConfig, Coher
 
 from rollmill.errors import ModelError
 from rollmill.launch import resume, run
-from rollmill.rewards import reward_model as model_module
+from rollmill.models import classifier
 from rollmill.trackers import read_metrics
 from rollmill.trackers.run_views import PlainView
 
@@ -84,8 +84,8 @@ def test_stages_share_one_reward_model(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "first").mkdir()
     started(tmp_path / "first")
     loads: list[Path] = []
-    read = model_module.load_classifier
-    monkeypatch.setattr(model_module, "load_classifier", lambda path, device: loads.append(path) or read(path, device))
+    read = classifier.load_classifier
+    monkeypatch.setattr(classifier, "load_classifier", lambda path, device: loads.append(path) or read(path, device))
     reward = {"name": "model", "path": str(tmp_path / "first/out/checkpoints/step-000005/reward_model")}
     stages = [{"name": name, "algorithm": {"name": "grpo"}, "steps": 1} for name in ("one", "two")]
     use = tiny_run(tmp_path, rewards=[reward], evaluation=None, stages=stages)

@@ -17,7 +17,7 @@ from toys import toy_tokenizer
 from rollmill.buffer.memory import MemoryStore
 from rollmill.config.algorithms.base import AlgorithmOptions
 from rollmill.config.algorithms.baselines import ReMax
-from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.rewards import RewardManagerConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.orchestrator.oversampling import MAX_STOPS

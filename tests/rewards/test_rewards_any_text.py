@@ -15,8 +15,8 @@ from rule_helpers import ADAPTER
 
 from rollmill.errors import ConfigError
 from rollmill.rewards import RewardManager, build_reward_manager
+from rollmill.rewards.builtin.language import _identifier
 from rollmill.rewards.text.json_schema import build_validator
-from rollmill.rewards.text.language import _identifier
 
 pytest.importorskip("rapidfuzz")
 pytest.importorskip("jsonschema")

@@ -12,10 +12,10 @@ import pytest
 from reward_helpers import completion, judged, task
 
 from rollmill.cli import main
-from rollmill.config.rewards.base import GateConfig, RewardManagerConfig, RewardSection
-from rollmill.config.rewards.code import CodeReward
+from rollmill.config.rewards import GateConfig, Reward, RewardManagerConfig
 from rollmill.errors import ConfigError, RewardError
-from rollmill.rewards import RewardManager, RewardResult, Score, WeightedReward, build_reward_manager
+from rollmill.rewards import RewardManager, RewardResult, Score, build_reward_manager
+from rollmill.rewards.builtin.code import CodeReward
 from rollmill.rewards.code.tests import read_suite
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
@@ -454,25 +454,24 @@ def test_a_judgement_that_comes_too_late_gives_its_turn_back() -> None:
 
 
 def test_details_are_logged_and_do_not_count() -> None:
-    class Fixed:
+    class Fixed(Reward):
         async def score(self, task: Task, completion: Completion) -> Score:
             return Score(0.5, details={"hidden": 0.25})
 
-    class Together:
+    class Together(Reward):
+        scope = "group"
+
         async def score_group(self, task: Any, completions: Any, judged: Any) -> list[Score]:
             return [Score(0.1, details={"rank": 2.0}) for _ in completions]
 
-    parts = [
-        WeightedReward("one", RewardSection(weight=2.0), Fixed()),
-        WeightedReward("all", RewardSection(), Together()),
-    ]
-    with RewardManager(parts, RewardManagerConfig(), RewardResources()) as judge:
+    rewards = {"one": Fixed(weight=2.0), "all": Together()}
+    with RewardManager(rewards, RewardManagerConfig(), RewardResources()) as judge:
         (found,) = asyncio.run(judge.score_group(task(1), [completion("a")]))
     assert found.reward == pytest.approx(1.1)
     assert found.parts == {"one": 0.5, "all": 0.1}
     assert found.details == {"one/hidden": 0.25, "all/rank": 2.0}
-    gate = RewardSection(gate=GateConfig(at_least=1.0, otherwise=-1.0))
-    with RewardManager([WeightedReward("one", gate, Fixed())], RewardManagerConfig(), RewardResources()) as judge:
+    gate = Fixed(gate=GateConfig(at_least=1.0, otherwise=-1.0))
+    with RewardManager({"one": gate}, RewardManagerConfig(), RewardResources()) as judge:
         found = asyncio.run(judge.score(task(1), completion("a")))
     assert (found.reward, found.details) == (-1.0, {"one/hidden": 0.25})
 

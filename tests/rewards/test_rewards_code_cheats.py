@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from reward_helpers import completion, task
 
-from rollmill.config.rewards.code import CodeReward
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards.builtin.code import CodeReward
 
 SECRET = "expected-7c1f"
 DATA: dict[str, Any] = {

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from reward_helpers import judged
 
-from rollmill.config.rewards.code import CodeReward
 from rollmill.rewards import build_reward_manager
+from rollmill.rewards.builtin.code import CodeReward
 from rollmill.rewards.code.comparison import OutputMatchOptions
 from rollmill.rewards.code.generation import CodingProblem, GeneratedTestCases, ValidationCriteria, generate_tests
 from rollmill_sandbox import Sandbox, SandboxLimits

@@ -9,10 +9,10 @@ import pytest
 from code_mutants import Mutant, chosen, load_rows, passes_plainly
 from reward_helpers import completion, task
 
-from rollmill.config.rewards.code import CodeReward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data.taskset import load_taskset
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards.builtin.code import CodeReward
 
 
 async def _graded(judge: RewardManager, pairs: list[tuple[dict[str, str], str]]) -> list[RewardResult]:

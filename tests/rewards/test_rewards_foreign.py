@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from reward_helpers import completion
 
-from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards.builtin.python import PythonReward
 from rollmill.rewards.foreign_functions import adapt_function
 from rollmill.types import Task
 

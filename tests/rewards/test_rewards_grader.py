@@ -12,8 +12,8 @@ import pytest
 from reward_helpers import completion
 from waiting import wait_until
 
-from rollmill.config.rewards.base import PythonReward
 from rollmill.rewards import build_reward_manager, resources
+from rollmill.rewards.builtin.python import PythonReward
 from rollmill.rewards.worker_functions import REASONING_GYM
 from rollmill.types import Task
 from rollmill_grading.errors import GradingError

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from reward_helpers import completion, judged, task
 
-from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import RewardError
 from rollmill.rewards import RewardManager, RewardResult, inline_calls
+from rollmill.rewards.builtin.python import PythonReward
 from rollmill.rewards.manager import build_reward_manager
 
 FUNCTIONS = '''

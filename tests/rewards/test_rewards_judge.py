@@ -19,15 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_helpers import completion, judged, task
 
-from rollmill.config.rewards.base import GateConfig, PythonReward, RewardManagerConfig, RewardSection
-from rollmill.config.rewards.math import MathReward, ReasoningGymReward
-from rollmill.config.rewards.text import ExactReward, FormatReward
+from rollmill.config.rewards import GateConfig, Reward, RewardManagerConfig
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import import_file, reward
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager, function_threads
 from rollmill.rewards.base import Score
+from rollmill.rewards.builtin.exact import ExactReward
+from rollmill.rewards.builtin.format import FormatReward
+from rollmill.rewards.builtin.math import MathReward
+from rollmill.rewards.builtin.python import PythonReward
+from rollmill.rewards.builtin.reasoning_gym import ReasoningGymReward
 from rollmill.rewards.function_threads import MAX_STUCK_THREADS, MAX_THREADS
-from rollmill.rewards.manager import WeightedReward
 from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.values import validate_value
 from rollmill.types import Completion, Task
@@ -359,27 +361,21 @@ def test_a_wrong_count_is_an_error(judge_of: Make, body: str, message: str) -> N
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.one_of(st.none(), st.floats(-3, 3))), max_size=4))
 def test_weights_of_group_and_single_rewards_add_up(parts: list[tuple[float, float | None]]) -> None:
-    from rollmill.rewards import Score, WeightedReward
-    from rollmill.rewards.resources import RewardResources
-
-    class Single:
-        def __init__(self, value: float | None) -> None:
-            self.value = value
+    class Single(Reward):
+        value: float | None
 
         async def score(self, task: Any, completion: Any) -> Score:
             return Score(self.value)
 
-    class Together:
-        def __init__(self, value: float | None) -> None:
-            self.value = value
+    class Together(Reward):
+        scope = "group"
+        value: float | None
 
         async def score_group(self, task: Any, completions: Any, judged: Any) -> list[Score]:
             return [Score(self.value)] * len(completions)
 
     def reward_of(kinds: Any) -> float | None:
-        built = [
-            WeightedReward(f"p{i}", RewardSection(weight=weight), kinds(i)(v)) for i, (weight, v) in enumerate(parts)
-        ]
+        built = {f"p{i}": kinds(i)(weight=weight, value=value) for i, (weight, value) in enumerate(parts)}
         judge = RewardManager(built, RewardManagerConfig(), RewardResources())
         return asyncio.run(judge.score_group(task(1), [completion("a"), completion("b")]))[1].reward
 
@@ -444,7 +440,9 @@ def test_a_gate_compares_what_is_logged(tmp_path: Path) -> None:
         assert judged(judge, "5", "5").reward == 1.0
 
 
-class Both:
+class Both(Reward):
+    scope = "either"
+
     async def score(self, task: Task, completion: Completion) -> Score:
         raise AssertionError("a closed gate must keep everything else from judging")
 
@@ -455,8 +453,8 @@ class Both:
 def test_a_closed_gate_is_the_outcome_of_rewards_of_either_kind() -> None:
     gate = gated(otherwise=-1.0)
     with build_reward_manager([gate]) as closed:
-        parts = [*closed._parts.values(), WeightedReward("both", ExactReward(name="exact"), Both())]
-        judge = RewardManager(parts, RewardManagerConfig(), RewardResources())
+        rewards = {**closed._rewards, "both": Both()}
+        judge = RewardManager(rewards, RewardManagerConfig(), RewardResources())
         assert judged(judge, "5", "5").outcomes == {"format": "ok", "both": "gated"}
 
 
@@ -570,7 +568,7 @@ def test_spans_tell_waiting_from_work(tmp_path: Path) -> None:
     assert spans[0].started - spans[0].requested < spans[2].started - spans[2].requested
 
 
-@pytest.mark.parametrize("section", [RewardSection, RewardManagerConfig])
+@pytest.mark.parametrize("section", [Reward, RewardManagerConfig])
 def test_bounds_the_wrong_way_round_are_refused(section: type) -> None:
     with pytest.raises(ValueError, match="the lower bound 2 is above the upper 1"):
         section(clip=(2, 1))
@@ -616,7 +614,7 @@ def test_async_rewards_are_timed_and_run_while_the_callers_loop_is_blocked(tmp_p
     assert (judgement.reward, judgement.outcomes) == (0.5, {"slow": "ok"})
 
 
-class Detailed:
+class Detailed(Reward):
     """A reward that logs a number beside its value."""
 
     async def score(self, task: Task, completion: Completion) -> Score:
@@ -624,10 +622,10 @@ class Detailed:
 
 
 def test_details_are_kept_by_name_and_not_counted() -> None:
-    config = ExactReward(name="exact", weight=2.0, gate=GateConfig(at_least=2.0, otherwise=-1.0))
+    gate = GateConfig(at_least=2.0, otherwise=-1.0)
     counted, closed = (
-        RewardManager([WeightedReward("mine", each, Detailed())], RewardManagerConfig(), RewardResources())
-        for each in (config.model_copy(update={"gate": None}), config)
+        RewardManager({"mine": Detailed(weight=2.0, gate=each)}, RewardManagerConfig(), RewardResources())
+        for each in (None, gate)
     )
     found = judged(counted, "x", "x")
     assert (found.reward, found.parts, found.details) == (2.0, {"mine": 1.0}, {"mine/physics": 0.25})

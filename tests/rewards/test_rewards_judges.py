@@ -21,14 +21,14 @@ from PIL import Image
 from pydantic import ValidationError
 from reward_helpers import completion, judged, task
 
-from rollmill.config.rewards.judges import JudgeReward, PairwiseReward, RankingReward
-from rollmill.config.rewards.text import FormatReward
 from rollmill.data.images import make_image_ref
 from rollmill.errors import RewardError
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards.builtin.format import FormatReward
+from rollmill.rewards.builtin.judge import JudgeReward
+from rollmill.rewards.builtin.pairwise import PairwiseReward, pair_opponents
+from rollmill.rewards.builtin.ranking import RankingReward
 from rollmill.rewards.judges import client
-from rollmill.rewards.judges.generative import RubricJudge
-from rollmill.rewards.judges.pairwise import pair_opponents
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Task
 
@@ -204,9 +204,9 @@ def test_a_template_of_ones_own() -> None:
 
 
 def test_scoring_by_the_callers_rubric() -> None:
-    async def scored(rubric: str) -> float:
-        config = JudgeReward(name="judge", **MODEL, rubric="theirs", unparsable_reward=0.25)
-        return await RubricJudge(config, RewardResources()).score(task("5", rubric="the task's"), "text", rubric)
+    async def scored(rubric: str) -> Any:
+        judge = JudgeReward(name="judge", **MODEL, rubric="theirs", unparsable_reward=0.25).prepare(RewardResources())
+        return (await judge.grade(task("5", rubric="the task's"), "text", rubric)).value
 
     with asks(lambda text, seed, index: '{"score": 6}' if "\nmine\n" in text and "their" not in text else "?"):
         assert asyncio.run(scored("mine")) == pytest.approx(0.6)

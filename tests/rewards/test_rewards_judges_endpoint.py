@@ -19,10 +19,10 @@ from reward_helpers import completion, judged, task
 from tiny import tiny_run
 
 from rollmill.cli import main
-from rollmill.config.rewards.judges import JudgeReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.launch import run
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards.builtin.judge import JudgeReward
 from rollmill.rewards.judges import endpoint as endpoint_module
 from rollmill.rewards.judges.failures import retry_after
 from rollmill.trackers.run_views import PlainView

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_helpers import judged
 
-from rollmill.config.rewards.judges import JudgeReward
 from rollmill.errors import ConfigError
 from rollmill.rewards import build_reward_manager
+from rollmill.rewards.builtin.judge import JudgeReward
 from rollmill.rewards.judges.chat import CachedChatModel, ChatModelReply, ChatReplyStore, ChatSamplingParams
 from rollmill.rewards.judges.endpoint import WINDOW_S, RateLimiter
 

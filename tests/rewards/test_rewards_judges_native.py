@@ -23,10 +23,12 @@ from reward_helpers import completion, judged, task
 from tokenizers import AddedToken
 from toys import toy_checkpoint, toy_model, toy_tokenizer
 
-from rollmill.config.rewards.judges import JudgeReward, PairwiseReward, RankingReward
 from rollmill.errors import ModelError, RewardError
 from rollmill.models.from_scratch import save_policy
 from rollmill.rewards import build_reward_manager
+from rollmill.rewards.builtin.judge import JudgeReward
+from rollmill.rewards.builtin.pairwise import PairwiseReward
+from rollmill.rewards.builtin.ranking import RankingReward
 from rollmill.rewards.judges import native as native_module
 from rollmill.rewards.judges.chat import ChatSamplingParams
 from rollmill.rewards.judges.native import load_native_chat_model
@@ -246,7 +248,7 @@ def test_folders_that_hold_no_judge(tmp_path: Path) -> None:
 def test_an_endpoint_needs_no_torch() -> None:
     program = (
         "import sys\n"
-        "from rollmill.config.rewards.judges import JudgeReward\n"
+        "from rollmill.rewards.builtin.judge import JudgeReward\n"
         "from rollmill.rewards import build_reward_manager\n"
         "build_reward_manager([JudgeReward(name='judge', endpoint='http://x/v1', model='m')]).close()\n"
         "assert 'torch' not in sys.modules\n"

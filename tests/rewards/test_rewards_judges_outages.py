@@ -16,10 +16,10 @@ from forks import Forks, send
 from reward_helpers import completion, judged, task
 from tiny import metrics, tiny_run
 
-from rollmill.config.rewards.base import RewardManagerConfig
-from rollmill.config.rewards.judges import JudgeReward
+from rollmill.config.rewards import RewardManagerConfig
 from rollmill.errors import EndpointLostError, RewardError
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards.builtin.judge import JudgeReward
 from rollmill.rewards.judges import breaker as breaker_module
 from rollmill.rewards.judges import endpoint as endpoint_module
 from rollmill.rewards.judges.breaker import GO, PROBE, WAIT, CircuitBreaker

@@ -11,9 +11,9 @@ from chat_server import ChatServer, chat_server, shown
 from pydantic import ValidationError
 from reward_helpers import judged
 
-from rollmill.config.rewards.k12 import K12Reward
 from rollmill.errors import RewardError
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards.builtin.k12 import K12Reward
 from rollmill_grading.school import unit_words
 
 OPTIONS = {letter: f"text {letter}" for letter in "ABCDE"}

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from reward_helpers import completion
 
-from rollmill.config.rewards.k12 import K12Reward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data.taskset import load_taskset
 from rollmill.rewards import RewardManager, build_reward_manager
+from rollmill.rewards.builtin.k12 import K12Reward
 from rollmill.types import Task
 from rollmill_grading.normalization import comparison_key
 

@@ -9,11 +9,10 @@ import pytest
 from pydantic import ValidationError
 from reward_helpers import completion, judged, task
 
-from rollmill.config.rewards.math import MathReward
 from rollmill.errors import GraderLostError, RewardError, is_recoverable
 from rollmill.rewards import RewardManager, build_reward_manager
 from rollmill.rewards.base import Score
-from rollmill.rewards.math import MathScorer
+from rollmill.rewards.builtin.math import MathReward
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Task
 
@@ -78,7 +77,7 @@ def test_an_endless_answer_earns_the_reward_of_a_timeout() -> None:
 
 def test_only_a_formula_is_waited_for() -> None:
     resources = RewardResources()
-    scorer = MathScorer(MathReward(name="math"), resources)
+    scorer = MathReward(name="math").prepare(resources)
     quick = scorer.begin(task("5"), completion("The answer is 5."))
     assert quick == Score(1.0)
     assert resources.graders.pids() == []

@@ -22,13 +22,13 @@ from toys import toy_checkpoint, toy_model, toy_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 from rollmill.cli import main
-from rollmill.config.rewards.judges import ModelReward
-from rollmill.config.rewards.text import ExactReward
 from rollmill.data import encode_demonstration, encode_prompt
 from rollmill.errors import ModelError, RewardError
 from rollmill.models.classifier import save_classifier
 from rollmill.rewards import build_reward_manager
-from rollmill.rewards import reward_model as model_module
+from rollmill.rewards.builtin import model as model_module
+from rollmill.rewards.builtin.exact import ExactReward
+from rollmill.rewards.builtin.model import ModelReward
 from rollmill.trainer.reward_trainer import ScoringNetwork
 from rollmill.types import Completion, Message, StopReason, Task
 
@@ -138,8 +138,8 @@ def test_without_padding_sequences_go_one_by_one(tmp_path: Path) -> None:
 
 def test_rewards_of_a_folder_share_one_model(folder: Path) -> None:
     judges = [build_reward_manager([reward(folder)], device="cpu") for _ in range(2)]
-    scorers = {id(part.reward._scorer) for judge in judges for part in judge._groupwise}  # type: ignore[union-attr]
-    assert len(scorers) == 1
+    models = {id(each._model) for judge in judges for each in judge._groupwise.values()}  # type: ignore[attr-defined]
+    assert len(models) == 1
     del judges
     gc.collect()
     assert not model_module._loaded_models
@@ -157,7 +157,7 @@ def test_a_completion_beyond_the_context_ends_the_run(folder: Path) -> None:
 def test_threads_of_torch_stay_as_they_are(folder: Path) -> None:
     seen: list[int] = []
     with build_reward_manager([reward(folder)], device="cpu") as judge:
-        scorer = judge._groupwise[0].reward._scorer  # type: ignore[union-attr]
+        scorer = judge._groupwise["model"]._model  # type: ignore[attr-defined]
         asyncio.run(judge.score(task("12"), completions(toy_tokenizer())[0]))
         scorer.thread.submit(lambda: seen.append(torch.get_num_threads())).result()
     assert seen == [torch.get_num_threads()]
@@ -166,7 +166,7 @@ def test_threads_of_torch_stay_as_they_are(folder: Path) -> None:
 def test_no_torch_without_a_reward_model() -> None:
     program = (
         "import sys\n"
-        "from rollmill.config.rewards.text import ExactReward\n"
+        "from rollmill.rewards.builtin.exact import ExactReward\n"
         "from rollmill.rewards import build_reward_manager\n"
         "build_reward_manager([ExactReward(name='exact')]).close()\n"
         "assert 'torch' not in sys.modules"

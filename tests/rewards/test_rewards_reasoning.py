@@ -12,9 +12,9 @@ from rule_helpers import group, judge_of, reward, verdict
 
 from rollmill.apps.audit.oracle import wrap_answer
 from rollmill.apps.audit.reward_hacks import REWARD_HACKS
-from rollmill.config.rewards.base import PythonReward
 from rollmill.errors import ConfigError
 from rollmill.rewards import build_reward_manager
+from rollmill.rewards.builtin.python import PythonReward
 from rollmill.rewards.grading import completion_from_text
 from rollmill.types import ParsedReply, Task, ToolCall
 

@@ -11,11 +11,10 @@ from pydantic import ValidationError
 from reward_helpers import judged
 from rule_helpers import ADAPTER, judge_of, reward
 
-from rollmill.config.rewards.text import FormatReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.files import parse_strict_json
 from rollmill.rewards import build_reward_manager
-from rollmill.rewards.text.format import check_sections, check_tags
+from rollmill.rewards.builtin.format import FormatReward, check_sections, check_tags
 from rollmill.rewards.text.parsing import find_json_values, last_code_block
 
 TAGS = ["think", "answer"]

@@ -17,11 +17,12 @@ from reward_helpers import completion, judged
 from rule_helpers import ADAPTER, group, judge_of, reward, tokens, verdict
 
 from rollmill.cli import main
-from rollmill.config.rewards.text import ExactReward, LengthReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.rewards import build_reward_manager
-from rollmill.rewards.text.language import extract_prose, main_scripts, script_words
-from rollmill.rewards.text.repetition import loop_length, repeated_ngram_share
+from rollmill.rewards.builtin.exact import ExactReward
+from rollmill.rewards.builtin.language import extract_prose, main_scripts, script_words
+from rollmill.rewards.builtin.length import LengthReward
+from rollmill.rewards.builtin.repetition import loop_length, repeated_ngram_share
 from rollmill.types import Message, Task
 
 

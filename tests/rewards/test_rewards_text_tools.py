@@ -13,7 +13,6 @@ from reward_helpers import completion, judged, task
 from rule_helpers import ADAPTER, judge_of, reward, verdict
 
 from rollmill.errors import RewardError
-from rollmill.registry import build_component
 from rollmill.rewards.resources import RewardResources
 
 FACTS = {"facts": ["The tower is 324 m tall.", "It was built from 1887 to 1889, in Paris.", "It is made of iron."]}
@@ -221,7 +220,7 @@ def test_true_is_not_one() -> None:
 def test_the_time_of_a_schema_check_is_the_grader_s() -> None:
     """The first one waits for the process to start; what is reported as work is not more than all of it."""
     for keys, text in (({"name": "tool_call"}, tagged({"name": "now"})), ({"name": "format", "json_schema": {}}, "{}")):
-        rule = build_component(ADAPTER.validate_python(keys), resources := RewardResources())
+        rule = ADAPTER.validate_python(keys).prepare(resources := RewardResources())
         found = asyncio.run(rule.score(task(None, **TOOLS), completion(text)))  # type: ignore[union-attr]
         resources.close()
         assert found.outcome == "ok"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rule_helpers import reward, verdict
 
 from rollmill.errors import RewardError
-from rollmill.rewards.vision.chart import find_stated_number, parse_chart_number
-from rollmill.rewards.vision.table import read_table
-from rollmill.rewards.vision.vqa import normalize_vqa_answer, vqa_accuracy
+from rollmill.rewards.builtin.table import read_table
+from rollmill.rewards.builtin.vqa import normalize_vqa_answer, vqa_accuracy
+from rollmill.rewards.vision.numbers import find_stated_number, parse_chart_number
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from toys import toy_tokenizer
 
-from rollmill.config.rewards.base import RewardManagerConfig
-from rollmill.config.rewards.text import ExactReward
+from rollmill.config.rewards import RewardManagerConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.workflows import WorkflowSection
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ConfigError, ContextLengthError, WorkflowError
 from rollmill.rewards import build_reward_manager
+from rollmill.rewards.builtin.exact import ExactReward
 from rollmill.rewards.grading import completion_from_text
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.environments.base import StepResult

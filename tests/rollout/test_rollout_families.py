@@ -26,14 +26,14 @@ from safetensors.numpy import load_file
 import rollmill
 from bench.chat_templates.tokenizers import stand_in
 from rollmill.config.components import ToolConfig
-from rollmill.config.rewards.base import RewardManagerConfig
-from rollmill.config.rewards.text import ExactReward
+from rollmill.config.rewards import RewardManagerConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.data.renderer import Renderer
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ChatTemplateError
 from rollmill.models.from_scratch import save_policy
 from rollmill.rewards import build_reward_manager
+from rollmill.rewards.builtin.exact import ExactReward
 from rollmill.rollout import Explorer
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.resources import WorkflowResources, build_workflow

@@ -15,12 +15,12 @@ from toys import toy_tokenizer
 import rollmill
 from rollmill.cli import main
 from rollmill.config.loader import load_run
-from rollmill.config.rewards.base import PythonReward
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.workflows import RoleConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ConfigError, WorkflowError
 from rollmill.rewards import build_reward_manager
+from rollmill.rewards.builtin.python import PythonReward
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.policy import Policy
 from rollmill.rollout.resources import WorkflowResources

@@ -19,9 +19,9 @@ from rollmill.config.describe import TaskCount, describe_run, estimate_parameter
 from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import RayPlacement
-from rollmill.config.rewards.base import PythonReward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.errors import ConfigError, TasksetError
+from rollmill.rewards.builtin.python import PythonReward
 from rollmill.startup import quick_imports
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
     """
     from rollmill.config.checks.conflicts import require_workflows
     from rollmill.data.images import require_seen
-    from rollmill.rewards.python import load_reward_function
+    from rollmill.rewards.builtin.python import load_reward_function
     from rollmill.rewards.references import require_references, require_verdicts
 
     found: dict[tuple[str, str], Taskset] = {}

@@ -9,21 +9,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
 from rollmill.cli.grade_summary import print_summary_tables, summarize_judgements
 from rollmill.config.loader import load_run
-from rollmill.config.rewards import RewardConfig
+from rollmill.config.rewards import Reward, RewardConfig, built_in_rewards
 from rollmill.config.run import StageConfig
 from rollmill.config.section import Section, section_tag
 from rollmill.config.tree import ConfigProblem, raise_problems, to_plain_data
 from rollmill.config.validation_errors import (
     explain_unknown_key,
     join_quoted,
-    section_classes,
     suggest_match,
 )
 from rollmill.config.yaml_file import parse_override_value
@@ -103,12 +102,12 @@ def _chosen(reward: str | None, run: Path | None, options: list[str]) -> StageCo
     return stage
 
 
-def parse_reward_config(name: str, options: list[str]) -> RewardConfig:
+def parse_reward_config(name: str, options: list[str]) -> Reward:
     """Build the configuration of the reward `name` from `key=value` options (values are YAML, or plain text).
 
     Raises ConfigError for an unknown reward or key, and for a wrong value.
     """
-    sections = {section_tag(section): section for section in section_classes(get_args(RewardConfig)[0])}
+    sections = {section_tag(section): section for section in built_in_rewards()}
     values: dict[str, Any] = {"name": name}
     if ":" in name:
         values = {"name": "python", "function": name}
@@ -125,7 +124,7 @@ def parse_reward_config(name: str, options: list[str]) -> RewardConfig:
             raise ConfigError(f"--option {text}: {explain_unknown_key(key, sections[values['name']])}")
         values[key] = value if _is_text(sections[values["name"]], key) else _value(f"--option {text}", key, value)
     try:
-        config: RewardConfig = TypeAdapter(RewardConfig).validate_python(values)
+        config: Reward = TypeAdapter(RewardConfig).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"][1:])

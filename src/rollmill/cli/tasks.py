@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollmill.config.rewards.judges import JudgeReward
     from rollmill.data import Taskset
+    from rollmill.rewards.builtin.judge import JudgeReward
 
 HELP = "Inspect a run's tasks, rate their difficulty, and generate answers with a teacher."
 _BARS, _WIDTH, _SAMPLES = 10, 40, 8
@@ -127,7 +127,7 @@ def show(
 
 
 def _judge(endpoint: str | None, model: str | None) -> JudgeReward | None:
-    from rollmill.config.rewards.judges import JudgeReward
+    from rollmill.rewards.builtin.judge import JudgeReward
 
     if endpoint is None and model is None:
         return None

@@ -14,7 +14,7 @@ from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.operators import OperatorSection
 from rollmill.config.placement import RayPlacement
-from rollmill.config.rewards.base import RewardSection, attainable_maximum, reward_part_names
+from rollmill.config.rewards import Reward, attainable_maximum, reward_part_names
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.section import NamedSection, Section
 from rollmill.config.taskset import TasksetConfig, TasksetSection
@@ -290,7 +290,7 @@ def evaluation_key(held_out: str) -> str:
 
 def _own(value: object) -> str:
     """Formats a setting that an evaluation set overrides."""
-    if isinstance(value, list) and all(isinstance(each, RewardSection) for each in value):
+    if isinstance(value, list) and all(isinstance(each, Reward) for each in value):
         return ", ".join(f"{each.weight:g} x {each.name}{_bracketed(each)}" for each in value)
     if isinstance(value, list) and all(isinstance(each, OperatorSection) for each in value):
         return ", ".join(f"{each.name}{_operator(each)}" for each in value)
@@ -327,8 +327,8 @@ def _source(taskset: TasksetSection) -> str:
     return source + (f" ({extra})" if extra else "")
 
 
-def _bracketed(reward: RewardSection) -> str:
-    common = {key for key, of in RewardSection.model_fields.items() if getattr(reward, key) == of.default}
+def _bracketed(reward: Reward) -> str:
+    common = {key for key, of in Reward.model_fields.items() if getattr(reward, key) == of.default}
     options = _options(reward, skip={"name", "weight", *common})
     return f" ({options})" if options else ""
 

@@ -10,8 +10,7 @@ from rollmill.config.algorithms import AlgorithmConfig
 from rollmill.config.components import EnvironmentConfig, OperatorConfig, ToolConfig, WorkflowConfig
 from rollmill.config.evaluation import EvaluationSampling, EvaluationSet
 from rollmill.config.model import AuxiliaryModelConfig
-from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.rewards import RewardConfig, RewardManagerConfig
 from rollmill.config.rollout import NgramConfig, RepetitionConfig
 from rollmill.config.section import PlainName, Section
 from rollmill.config.taskset import TasksetSection

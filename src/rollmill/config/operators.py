@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.rewards.base import RewardSection
+from rollmill.config.rewards import Reward
 from rollmill.config.section import NamedSection
 from rollmill.types import ExperienceSource
 
@@ -64,7 +64,7 @@ class OperatorSection(NamedSection):
         return self.handles if self.sources is None else frozenset(map(ExperienceSource, self.sources))
 
     @property
-    def reward_lists(self) -> list[tuple[tuple[str | int, ...], list[RewardSection]]]:
+    def reward_lists(self) -> list[tuple[tuple[str | int, ...], list[Reward]]]:
         """The operator's own lists of rewards, each with its key."""
         return []
 
@@ -110,8 +110,8 @@ class SuccessOperatorSection(RewardOperatorSection):
     """Minimum reward (or part) of a success."""
 
 
-def reject_weighting_keys(reward: RewardSection, key: str, why: str) -> None:
+def reject_weighting_keys(reward: Reward, key: str, why: str) -> None:
     """Raises ValueError if a single reward sets keys that only matter in a weighted sum."""
     for name in ("weight", "gate", "after_steps"):
-        if getattr(reward, name) != RewardSection.model_fields[name].default:
+        if getattr(reward, name) != Reward.model_fields[name].default:
             raise ValueError(f"{key}.{name} is not honoured here: {why}; remove it")

@@ -19,9 +19,7 @@ from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.config.monitor import MonitorConfig
 from rollmill.config.offload import OptionalOffloadConfig
 from rollmill.config.placement import InlinePlacement, PlacementConfig
-from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardManagerConfig, reward_part_names
-from rollmill.config.rewards.judges import JudgeSection
+from rollmill.config.rewards import RewardConfig, RewardManagerConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.section import FolderName, PlainName, Section
 from rollmill.config.supervision import SupervisionConfig
@@ -276,14 +274,13 @@ class StageConfig(Section):
         for view in self.by_domain().values():
             inside = [each for operator in view.pipeline for _, rewards in operator.reward_lists for each in rewards]
             for reward in (*view.rewards, *inside):
-                if isinstance(reward, JudgeSection) and reward.endpoint is not None:
-                    longest, deadline = reward.deadline_s + reward.try_s, view.judging.deadline_s
-                    if longest >= deadline:
-                        raise ValueError(
-                            f"judging.deadline_s ({deadline:g}) is not above deadline_s + try_s ({longest:g}) of the "
-                            f"reward `{reward_part_names([reward])[0]}`, so an endpoint that is down would pass for a "
-                            "slow one; raise judging.deadline_s"
-                        )
+                longest, deadline = reward.longest_request_s, view.judging.deadline_s
+                if longest is not None and longest >= deadline:
+                    raise ValueError(
+                        f"judging.deadline_s ({deadline:g}) is not above deadline_s + try_s ({longest:g}) of the "
+                        f"reward `{reward.part_name}`, so an endpoint that is down would pass for a slow one; raise "
+                        "judging.deadline_s"
+                    )
         return self
 
 

@@ -37,7 +37,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
     #: Import path `module:name` of the class or function that builds the component of the section. It is imported when
-    #: a run uses it, since it may need torch. It takes the section, and what its kind of component gets besides.
+    #: a run uses it, since it may need torch. It takes the section, and what its kind of component gets besides. A
+    #: reward has none: it does the work itself.
     implementation: ClassVar[str] = ""
     #: Extra and module of an optional library that every use of the section needs.
     needs_extra: ClassVar[tuple[str, str] | None] = None

@@ -20,7 +20,7 @@ from rollmill.models.cpu.int8 import int8_linears
 from rollmill.models.load import PolicyModel, build_meta_model
 from rollmill.models.lora import adapted_layers, has_lora, merges_adapters
 from rollmill.models.quantization import count_weights
-from rollmill.rewards.reward_model import loaded_reward_models
+from rollmill.rewards.builtin.model import loaded_reward_models
 
 StorageTier = Literal["device", "memory", "disk", "destroyed"]
 GB = 1e9

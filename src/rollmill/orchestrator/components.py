@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rollmill.buffer import ExperienceStore
 from rollmill.buffer.offline_data import RatingOverrides
-from rollmill.config.rewards import RewardConfig
+from rollmill.config.rewards import Reward
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler, build_sampler
 from rollmill.models.load import PolicyModel, load_teacher
@@ -50,7 +50,7 @@ def build_stage_pipeline(config: StageConfig, policy: PolicyModel, seed: int) ->
     """Build the pipeline of a stage, or of its domains. Raises like `build_pipeline`."""
 
     def build(view: StageConfig) -> Pipeline:
-        def own_rewards(rewards: Sequence[RewardConfig]) -> RewardManager:
+        def own_rewards(rewards: Sequence[Reward]) -> RewardManager:
             return build_rewards(view.model_copy(update={"rewards": list(rewards)}), policy)
 
         needed = [section for section in view.pipeline if section.taken & config.algorithm.sources]

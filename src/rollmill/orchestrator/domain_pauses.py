@@ -7,10 +7,10 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from rollmill.config.rewards.judges import JudgeSection
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler
 from rollmill.errors import EndpointLostError, WorkflowError
+from rollmill.rewards.judges.base import LLMJudge
 from rollmill.types import Experience
 from rollmill.waiting import OUTAGES
 
@@ -59,7 +59,7 @@ async def unless_lost(
 
 def lost_service(stage: StageConfig, seconds: float) -> str:
     """Describe a service of the stage's rewards or models that has been unavailable for this long; empty if none is."""
-    endpoints = [each.endpoint for each in stage.rewards if isinstance(each, JudgeSection)]
+    endpoints = [each.endpoint for each in stage.rewards if isinstance(each, LLMJudge)]
     endpoints += [each.endpoint for each in stage.models.values()]
     for outage in OUTAGES.current():
         if time.monotonic() - outage.since >= seconds and any(each and each in outage.name for each in endpoints):

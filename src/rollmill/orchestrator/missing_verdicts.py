@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollmill.config.rewards.base import reward_part_names
+from rollmill.config.rewards import reward_part_names
 from rollmill.config.run import StageConfig
 from rollmill.errors import RewardError
 from rollmill.orchestrator.loop_callback import LoopCallback, TrainingStep

@@ -31,7 +31,7 @@ from rollmill.offload import (
 from rollmill.offload.components import ThreadBoundComponent
 from rollmill.offload.manager import CAST, POLICY
 from rollmill.offload.plan import GB, GRADIENTS, StorageTier, default_memory_budget, estimate_component_sizes
-from rollmill.rewards.reward_model import loaded_reward_models
+from rollmill.rewards.builtin.model import loaded_reward_models
 from rollmill.trainer import Trainer
 from rollmill.trainer.distributed.trainer import DistributedTrainer
 

@@ -20,8 +20,7 @@ from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
 from rollmill.config.placement import RayPlacement
 from rollmill.config.resolve import STAGE_KEYS
-from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardManagerConfig
+from rollmill.config.rewards import Reward, RewardManagerConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import Taskset, load_taskset
@@ -209,7 +208,7 @@ def _refuse_drafts(stage: StageConfig, model: str) -> None:
             )
 
 
-def _rewards(stage: StageConfig) -> list[tuple[list[RewardConfig], RewardManagerConfig]]:
+def _rewards(stage: StageConfig) -> list[tuple[list[Reward], RewardManagerConfig]]:
     """The rewards of the stage's domains, and those of held-out sets with other rewards, with their limits."""
     sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
     own = [stage.for_evaluation(each) for each in sets if each.rewards is not None]

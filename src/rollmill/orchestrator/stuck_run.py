@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rollmill.config.monitor import MonitorConfig
-from rollmill.config.rewards.base import attainable_maximum, reward_part_names
+from rollmill.config.rewards import attainable_maximum, reward_part_names
 from rollmill.config.run import StageConfig
 from rollmill.orchestrator.loop_callback import LoopCallback, TrainingStep
 from rollmill.orchestrator.monitor import Monitor

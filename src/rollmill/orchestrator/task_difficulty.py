@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from rollmill.config.loader import LoadedRun
-from rollmill.config.rewards.judges import JudgeSection
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.data import load_taskset
@@ -25,7 +24,8 @@ from rollmill.orchestrator.components import build_stage_rewards
 from rollmill.orchestrator.rollouts import LocalRollouts
 from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.task_selection import select_tasks
-from rollmill.rewards.judges.generative import DifficultyJudge
+from rollmill.rewards.judges.base import LLMJudge
+from rollmill.rewards.judges.difficulty import DifficultyJudge
 from rollmill.rewards.resources import RewardResources
 from rollmill.seeds import derive_seed
 from rollmill.trainer.parity import load_verified_policy
@@ -136,14 +136,14 @@ def scoring_settings(stage: StageConfig) -> dict[str, Any]:
     }
 
 
-def score_by_judge(stage: StageConfig, judge: JudgeSection | None, out: Path, progress: Progress) -> DifficultyScores:
+def score_by_judge(stage: StageConfig, judge: LLMJudge | None, out: Path, progress: Progress) -> DifficultyScores:
     """Have an LLM judge rate the difficulty of every prompt: `judge`, or the first judge among the stage's rewards.
 
     Raises:
         ConfigError: there is no judge, or `out` cannot be continued.
         RewardError: the judge cannot be reached.
     """
-    judges = [judge] if judge is not None else [each for each in stage.rewards if isinstance(each, JudgeSection)]
+    judges = [judge] if judge is not None else [each for each in stage.rewards if isinstance(each, LLMJudge)]
     if not judges:
         raise ConfigError(
             f"stage {stage.name} has no reward that asks a language model; give --endpoint and --model, or add one"

@@ -21,7 +21,7 @@ from rollmill.types import Experience, ExperienceSource, task_domain
 from rollmill.waiting import patient_timeout
 
 if TYPE_CHECKING:
-    from rollmill.config.rewards import RewardConfig
+    from rollmill.config.rewards import Reward
     from rollmill.rewards import RewardManager
 
 Operator = Callable[[Batch], Any]
@@ -196,7 +196,7 @@ def operator(target: Target) -> Target:
 class PipelineResources:
     """Resources of the run that operators need."""
 
-    build_reward_manager: Callable[[Sequence[RewardConfig]], RewardManager]
+    build_reward_manager: Callable[[Sequence[Reward]], RewardManager]
     """Builds further rewards; the operator closes them."""
     seed: int
 

@@ -21,7 +21,7 @@ from rollmill.offload import Offloadable, OffloadManager, OffloadPlan, Rebuildab
 from rollmill.offload.components import ThreadBoundComponent
 from rollmill.offload.manager import CAST, POLICY
 from rollmill.offload.plan import ENGINE, GB, StorageTier, vllm_bytes
-from rollmill.rewards.reward_model import LoadedRewardModel, loaded_reward_models
+from rollmill.rewards.builtin.model import LoadedRewardModel, loaded_reward_models
 
 _HERE: Phase = "rollout"
 _AWAY: Phase = "train"  #: and `inference`, which needs nothing of an explorer, either

@@ -6,24 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollmill.rewards.base import GroupReward as GroupReward
-    from rollmill.rewards.base import Reward as Reward
+    from rollmill.config.rewards import Reward as Reward
     from rollmill.rewards.base import RewardResult as RewardResult
     from rollmill.rewards.base import Score as Score
     from rollmill.rewards.manager import RewardManager as RewardManager
-    from rollmill.rewards.manager import WeightedReward as WeightedReward
     from rollmill.rewards.manager import build_reward_manager as build_reward_manager
     from rollmill.rewards.values import RewardValue as RewardValue
 
 _HOMES = {
-    "GroupReward": "base",
-    "Reward": "base",
-    "RewardManager": "manager",
-    "RewardResult": "base",
-    "RewardValue": "values",
-    "Score": "base",
-    "WeightedReward": "manager",
-    "build_reward_manager": "manager",
+    "Reward": "rollmill.config.rewards",
+    "RewardManager": "rollmill.rewards.manager",
+    "RewardResult": "rollmill.rewards.base",
+    "RewardValue": "rollmill.rewards.values",
+    "Score": "rollmill.rewards.base",
+    "build_reward_manager": "rollmill.rewards.manager",
 }
 
 
@@ -31,4 +27,4 @@ def __getattr__(name: str) -> Any:
     """Import the names on first use: a grader process uses none of them, and starts in a fifth of the time."""
     if name not in _HOMES:
         raise AttributeError(f"module 'rollmill.rewards' has no attribute '{name}'")
-    return getattr(import_module(f"rollmill.rewards.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)

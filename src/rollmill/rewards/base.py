@@ -1,15 +1,20 @@
-"""Protocols and result types of rewards, and checks of the values they return."""
+"""Results of rewards, and the part of a completion that a reward reads."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Self
 
+from pydantic import Field, model_validator
+
+from rollmill.config.rewards import Reward
 from rollmill.rewards.values import RewardValue as RewardValue
-from rollmill.types import REASONING_END, Completion, Experience, Task
+from rollmill.types import REASONING_END, Completion, Experience
 
 OK, TIMEOUT, LATE, NOT_APPLICABLE, GATED = "ok", "timeout", "late", "not_applicable", "gated"
+MEMORY = "memory"
+"""Outcome of a grader process that ran out of memory."""
 NO_ANSWER, HEDGED = "no_answer", "hedged"
 """Outcomes of a completion without an answer, and of one that offers several."""
 
@@ -71,41 +76,6 @@ class RewardResult:
     boxes: tuple[Box, ...] = ()
 
 
-class Reward(Protocol):
-    """Scores one completion. An exception that it raises ends the run as a RewardError."""
-
-    async def score(self, task: Task, completion: Completion) -> Score: ...
-
-
-@runtime_checkable
-class SupportsBegin(Protocol):
-    """A reward that scores most completions without waiting for another process."""
-
-    def begin(self, task: Task, completion: Completion) -> Score | Awaitable[Score]:
-        """Return the score, or start the work for it and return what to await."""
-        ...
-
-
-class GroupReward(Protocol):
-    """Scores all completions of a task together: one score per completion, in their order.
-
-    `judged` are the results of the rewards that score single completions.
-    """
-
-    async def score_group(
-        self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
-    ) -> list[Score]: ...
-
-
-@runtime_checkable
-class SupportsCounters(Protocol):
-    """A reward of either kind with counters, such as calls and their cost."""
-
-    def counters(self) -> dict[str, float]:
-        """Return the sums since the reward was built, by name."""
-        ...
-
-
 def find_answer(replied: Completion | Experience, after: str | None = None) -> str | None:
     """Return the text that counts as answer, or what follows the last `after` in it.
 
@@ -128,8 +98,56 @@ def text_after(text: str, marker: str | None) -> str | None:
     return tail if found else None
 
 
+def is_empty_answer(answer: Any) -> bool:
+    """Return whether a task's answer is an empty text or list, or a list with an empty text."""
+    if isinstance(answer, str):
+        return not answer.strip()
+    if isinstance(answer, list | tuple):
+        return not answer or any(isinstance(each, str) and not each.strip() for each in answer)
+    return isinstance(answer, Mapping) and not answer
+
+
 def task_options(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return a task's options by letter, from its column `options` or `choices` (a mapping or a list); may be empty."""
+    given = metadata.get("options") or metadata.get("choices")
+    if not given:
+        return {}
     from rollmill_grading.comparison import option_texts
 
-    return option_texts(metadata.get("options") or metadata.get("choices"))
+    return option_texts(given)
+
+
+TagName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.-]*$")]
+
+
+class TextReward(Reward):
+    """Base of rewards that can score a part of the text they read: the answer, or the whole text of `language`."""
+
+    after: str | None = None
+    """Score only what follows the last occurrence of this text, for example "Answer:"."""
+    tag: TagName | None = None
+    """Score only the text inside the last `<tag>...</tag>`; give the name alone, for example `answer`."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.after is not None and self.tag is not None:
+            raise ValueError("after and tag both say where to look; give one of them")
+        return self
+
+    def select_answer(self, completion: Completion) -> str | None:
+        """Return the part of the answer that `after` or `tag` says.
+
+        None if it is missing, the tag is not closed, or the reasoning is unfinished.
+        """
+        answer = find_answer(completion, self.after)
+        return answer if answer is None else self._inside_tag(answer)
+
+    def select_text(self, text: str) -> str | None:
+        """Return the part of a text that `after` or `tag` says; None if it is missing, or the tag is not closed."""
+        found = text_after(text, self.after)
+        return found if found is None else self._inside_tag(found)
+
+    def _inside_tag(self, text: str) -> str | None:
+        from rollmill_grading.segmentation import last_tag_content
+
+        return text if self.tag is None else last_tag_content(text, self.tag)

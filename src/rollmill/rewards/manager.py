@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardManagerConfig, RewardSection, reward_part_names
+from rollmill.config.rewards import Reward, RewardManagerConfig, reward_part_names
 from rollmill.errors import ConfigError, EndpointLostError, GraderLostError, RewardError, user_code_location
 from rollmill.progress import Progress, count_progress
-from rollmill.registry import build_component
 from rollmill.rewards.base import (
     GATED,
     LATE,
     NOT_APPLICABLE,
     OK,
-    GroupReward,
-    Reward,
     RewardResult,
     RewardTiming,
     Score,
-    SupportsBegin,
-    SupportsCounters,
 )
 from rollmill.rewards.function_threads import retrieve_error
 from rollmill.rewards.resources import RewardResources
@@ -43,43 +37,31 @@ _GRACE_S = 0.05
 """Seconds for results that arrived while something else blocked the event loop past the deadline."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedReward:
-    """One reward of a manager: its name in the results, its section of the run file, and its implementation."""
-
-    name: str
-    config: RewardSection
-    reward: Reward | GroupReward
-
-    @property
-    def groupwise(self) -> bool:
-        """True if it scores groups. A gate scores single completions if it can."""
-        alone = self.config.gate is not None and hasattr(self.reward, "score")
-        return hasattr(self.reward, "score_group") and not alone
-
-
 _Timed = tuple[Score, RewardTiming]
 
 
 class RewardManager:
-    """Scores completions. Any number of calls may run concurrently, from any event loop in any thread."""
+    """Scores completions by prepared rewards, named as in the results. Any number of calls may run concurrently, from
+    any event loop in any thread."""
 
     def __init__(
-        self, parts: Sequence[WeightedReward], settings: RewardManagerConfig, resources: RewardResources
+        self, rewards: Mapping[str, Reward], settings: RewardManagerConfig, resources: RewardResources
     ) -> None:
-        single = [part for part in parts if not part.groupwise]
-        self._parts = {part.name: part for part in parts}
-        self._gates = [part for part in single if part.config.gate is not None]
-        self._single = [part for part in single if part.config.gate is None]
-        self._groupwise = [part for part in parts if part.groupwise]
-        self._quick = {part.name: part.reward for part in single if isinstance(part.reward, SupportsBegin)}
+        self._rewards = dict(rewards)
+        self._gates = {name: each for name, each in rewards.items() if each.gate is not None}
+        self._groupwise = {
+            name: each for name, each in rewards.items() if each.scope != "completion" and each.gate is None
+        }
+        self._single = {
+            name: each for name, each in rewards.items() if name not in self._gates and name not in self._groupwise
+        }
         self._settings, self._resources = settings, resources
         self._changes: list[tuple[int, str, float]] = []  # version, reward, weight
 
     @property
     def weights(self) -> dict[str, float]:
         """Reward name -> factor in the sum, as in the run file."""
-        return {name: part.config.weight for name, part in self._parts.items()}
+        return {name: each.weight for name, each in self._rewards.items()}
 
     def set_weight(self, name: str, weight: float, from_version: int) -> None:
         """Change the factor of a reward for completions whose newest token is of that version of the policy or of a
@@ -87,19 +69,19 @@ class RewardManager:
 
         Raises ConfigError naming the rewards if there is no such one.
         """
-        if name not in self._parts:
-            known = ", ".join(f"`{each}`" for each in self._parts) or "none"
+        if name not in self._rewards:
+            known = ", ".join(f"`{each}`" for each in self._rewards) or "none"
             raise ConfigError(f"no reward `{name}`; there are {known}")
         self._changes.append((from_version, name, weight))
 
     def _weight(self, name: str, version: int) -> float:
         changed = [weight for since, of, weight in self._changes if of == name and since <= version]
-        return changed[-1] if changed else self._parts[name].config.weight
+        return changed[-1] if changed else self._rewards[name].weight
 
     @property
     def roles(self) -> set[str]:
         """The roles that have rewards of their own."""
-        return {part.config.role for part in self._parts.values() if part.config.role is not None}
+        return {each.role for each in self._rewards.values() if each.role is not None}
 
     @property
     def groupwise(self) -> bool:
@@ -108,10 +90,9 @@ class RewardManager:
 
     def counters(self) -> dict[str, float]:
         """Return the rewards' counters as name/key: calls, tokens and cost of judges. They only grow."""
-        counting = {
-            name: part.reward for name, part in self._parts.items() if isinstance(part.reward, SupportsCounters)
+        return {
+            f"{name}/{key}": value for name, each in self._rewards.items() for key, value in each.counters().items()
         }
-        return {f"{name}/{key}": value for name, reward in counting.items() for key, value in reward.counters().items()}
 
     async def score(
         self, task: Task, completion: Completion, *, group_follows: bool = False, role: str | None = None
@@ -127,8 +108,8 @@ class RewardManager:
             RewardError: a reward raised or returned an invalid value. It names the reward, the task and the completion,
                 and has the original exception as its cause.
         """
-        alone = [] if group_follows else _scoring(self._groupwise, task, role)
-        together = [part.name for part in alone if not hasattr(part.reward, "score")]
+        alone = {} if group_follows else _scoring(self._groupwise, task, role)
+        together = [name for name, each in alone.items() if each.scope == "group"]
         if together:
             names = ", ".join(together)
             raise RewardError(f"reward `{names}` sees all completions of a task together; score the whole group")
@@ -136,8 +117,7 @@ class RewardManager:
         scores = await self._run_rewards(_scoring(self._gates, task, role), task, completion)
         failed_gate = self._find_failed_gate(scores, completion)
         if failed_gate is None:
-            single = _scoring(self._single, task, role)
-            scores |= await self._run_rewards([*single, *alone], task, completion)
+            scores |= await self._run_rewards(_scoring(self._single, task, role) | alone, task, completion)
         last = not (group_follows and self._groupwise)
         found = self._combine(scores, completion, time.perf_counter() - started, failed_gate, last)
         return found if role is None else replace(found, role=role)
@@ -151,16 +131,15 @@ class RewardManager:
         Raises RewardError like `score`, and if a reward returns another number of values than there are completions.
         """
         assert len(completions) == len(results)
-        groupwise = _scoring(self._groupwise, task, results[0].role) if completions else []
+        groupwise = _scoring(self._groupwise, task, results[0].role) if completions else {}
         if not groupwise:
             return list(results)
         started = time.perf_counter()
         columns = await _gather_or_cancel(
-            [self._run_group_reward(part, task, completions, results) for part in groupwise]
+            [self._run_group_reward(name, task, completions, results) for name in groupwise]
         )
         seconds = time.perf_counter() - started
-        names = [part.name for part in groupwise]
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        rows = [dict(zip(groupwise, row, strict=True)) for row in zip(*columns, strict=True)]
         return [
             self._merge(old, completion, row, seconds)
             for old, completion, row in zip(results, completions, rows, strict=True)
@@ -174,37 +153,38 @@ class RewardManager:
     # -- running -----------------------------------------------------------------------------------------------
 
     async def _run_rewards(
-        self, parts: Sequence[WeightedReward], task: Task, completion: Completion
+        self, rewards: Mapping[str, Reward], task: Task, completion: Completion
     ) -> dict[str, _Timed]:
-        scores = await _gather_or_cancel([self._run_reward(part, task, completion) for part in parts])
-        return dict(zip([part.name for part in parts], scores, strict=True))
+        scores = await _gather_or_cancel([self._run_reward(name, task, completion) for name in rewards])
+        return dict(zip(rewards, scores, strict=True))
 
-    async def _run_reward(self, part: WeightedReward, task: Task, completion: Completion) -> _Timed:
+    async def _run_reward(self, name: str, task: Task, completion: Completion) -> _Timed:
         queued_at = time.perf_counter()
+        reward = self._rewards[name]
         try:
             # without waiting if it can: a task of the event loop for the time limit costs more than a quick call
-            quick = self._quick.get(part.name)
-            begun = part.reward.score(task, completion) if quick is None else quick.begin(task, completion)  # type: ignore[union-attr]
+            begun = reward.begin(task, completion)
             score = begun if isinstance(begun, Score) else await self._in_time(begun)
         except Exception as raised:
             error = _own_error(raised)
-            raise _reward_error(part.name, task, f"completion {completion.index}", completion.text, error) from error
-        return _timed(score or Score(part.config.timeout_reward, LATE), queued_at)
+            raise _reward_error(name, task, f"completion {completion.index}", completion.text, error) from error
+        return _timed(score or Score(reward.timeout_reward, LATE), queued_at)
 
     async def _run_group_reward(
-        self, part: WeightedReward, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
+        self, name: str, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
     ) -> list[_Timed]:
         queued_at = time.perf_counter()
+        reward = self._rewards[name]
         try:
-            scores = await self._in_time(part.reward.score_group(task, completions, judged))  # type: ignore[union-attr]
+            scores = await self._in_time(reward.score_group(task, completions, judged))
             if scores is None:
-                scores = [Score(part.config.timeout_reward, LATE)] * len(completions)
+                scores = [Score(reward.timeout_reward, LATE)] * len(completions)
             if len(scores) != len(completions):
                 raise ValueError(f"gave {len(scores)} values for {len(completions)} completions; it must give one each")
         except Exception as raised:
             error = _own_error(raised)
             which = f"{len(completions)} completions, the first"
-            raise _reward_error(part.name, task, which, completions[0].text, error) from error
+            raise _reward_error(name, task, which, completions[0].text, error) from error
         return [_timed(score, queued_at) for score in scores]
 
     async def _in_time(self, work: Awaitable[Result]) -> Result | None:
@@ -232,7 +212,7 @@ class RewardManager:
         """
         failed = {}
         for name, (score, _) in scores.items():
-            config = self._parts[name].config
+            config = self._rewards[name]
             values = [value for value in self._named_values(name, score).values() if value is not None]
             active = bool(values) and _policy_version(completion) >= config.after_steps
             if config.gate is not None and active and sum(values) < config.gate.at_least:
@@ -250,17 +230,16 @@ class RewardManager:
             applied = [value for value in values.values() if value is not None]
             parts |= values
             outcomes[name] = score.outcome if applied or score.outcome != OK else NOT_APPLICABLE
-            config = self._parts[name].config
+            config = self._rewards[name]
             if applied and (version := _policy_version(completion)) >= config.after_steps:
                 counted.append(self._weight(name, version) * sum(applied))
         spans = {name: span for name, (_, span) in scores.items()}
         details = {f"{name}/{key}": value for name, (each, _) in scores.items() for key, value in each.details.items()}
         boxes = tuple(dict.fromkeys(box for score, _ in scores.values() for box in score.boxes))
         if failed_gate is not None:
-            gate = self._parts[failed_gate].config.gate
+            gate = self._rewards[failed_gate].gate
             assert gate is not None
-            skipped_rewards = [*self._single, *(self._groupwise if last else [])]
-            skipped = dict.fromkeys((part.name for part in skipped_rewards), GATED)
+            skipped = dict.fromkeys([*self._single, *(self._groupwise if last else [])], GATED)
             return RewardResult(
                 gate.otherwise, parts, outcomes | skipped, seconds, spans, failed_gate, details, boxes=boxes
             )
@@ -287,7 +266,7 @@ class RewardManager:
         return None if reward is None else _clip(reward, self._settings.clip)
 
     def _named_values(self, name: str, score: Score) -> dict[str, float | None]:
-        clip = self._parts[name].config.clip
+        clip = self._rewards[name].clip
         if isinstance(score.value, dict):
             return {
                 f"{name}/{key}": None if value is None else _clip(value, clip) for key, value in score.value.items()
@@ -324,10 +303,10 @@ class RewardManager:
         await self.aclose()
 
 
-def _scoring(parts: Sequence[WeightedReward], task: Task, role: str | None) -> list[WeightedReward]:
+def _scoring(rewards: Mapping[str, Reward], task: Task, role: str | None) -> dict[str, Reward]:
     """Return the rewards that score a role's replies to a task: all of the role, or those that the task's row names."""
-    named = [part for part in parts if task.rewards is None or part.name in task.rewards]
-    return [part for part in named if part.config.role in (None, role)]
+    named = {name: each for name, each in rewards.items() if task.rewards is None or name in task.rewards}
+    return {name: each for name, each in named.items() if each.role in (None, role)}
 
 
 def _timed(score: Score, queued_at: float) -> _Timed:
@@ -380,7 +359,7 @@ async def _gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list
 
 
 def build_reward_manager(
-    configs: Sequence[RewardConfig],
+    rewards: Sequence[Reward],
     settings: RewardManagerConfig | None = None,
     *,
     tokenizer: Any = None,
@@ -403,14 +382,13 @@ def build_reward_manager(
     """
     settings = settings or RewardManagerConfig()
     resources = RewardResources(settings.workers, tokenizer, device)
-    parts = []
+    prepared: dict[str, Reward] = {}
     try:
-        for name, config in zip(reward_part_names(configs), configs, strict=True):
-            part = WeightedReward(name, config, build_component(config, resources))
-            if part.groupwise and config.gate is not None:
+        for name, reward in zip(reward_part_names(rewards), rewards, strict=True):
+            prepared[name] = reward.prepare(resources)
+            if prepared[name].scope == "group" and reward.gate is not None:
                 raise ConfigError(f"reward `{name}` compares completions, so it cannot be a gate; remove its `gate`")
-            parts.append(part)
     except BaseException:
         resources.close()
         raise
-    return RewardManager(parts, settings, resources)
+    return RewardManager(prepared, settings, resources)

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
-from rollmill.config.rewards.judges import JudgeReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.data.renderer import ChatMessage
 from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native import NativeEngine
 from rollmill.errors import ConfigError, ModelError, WorkflowError
 from rollmill.models.load import PolicyModel as Model
+from rollmill.rewards.builtin.judge import JudgeReward
 from rollmill.rewards.judges.chat import LENGTH, ChatSamplingParams, NoReplyError
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.past_policies import PastPolicies

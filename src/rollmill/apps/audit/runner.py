@@ -24,7 +24,7 @@ from rollmill.apps.audit.tasks import (
     check_solvability,
 )
 from rollmill.config.loader import LoadedRun
-from rollmill.config.rewards.base import attainable_maximum
+from rollmill.config.rewards import attainable_maximum
 from rollmill.config.run import StageConfig
 from rollmill.data import encode_prompt, load_taskset
 from rollmill.data.readers import to_finite_number

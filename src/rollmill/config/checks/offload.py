@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rollmill.config.checks.engine import uses_engine
 from rollmill.config.checks.modes import OFFLOAD_ENGINE, OFFLOAD_SHARDS
 from rollmill.config.engines import EngineConfig, VLLMEngineConfig
 from rollmill.config.offload import PHASES, OffloadConfig, Phase
 from rollmill.config.placement import RayPlacement
-from rollmill.config.rewards.base import RewardSection
-from rollmill.config.rewards.judges import ModelReward
+from rollmill.config.rewards import Reward
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath
 from rollmill.config.workflows import LiveRequestsWorkflow
@@ -85,15 +85,15 @@ def engine_has_process(stage: StageConfig) -> bool:
     return uses_engine(stage) and isinstance(stage.engine, VLLMEngineConfig)
 
 
-def reward_models(stage: StageConfig) -> list[ModelReward]:
-    """Returns the reward models of a stage, of its evaluation sets and of its pipeline."""
-    found: list[RewardSection] = []
+def reward_models(stage: StageConfig) -> list[Path]:
+    """Returns the folders of the reward models of a stage, of its evaluation sets and of its pipeline."""
+    found: list[Reward] = []
     for each in [] if stage.evaluation is None else stage.evaluation.all_sets().values():
         found += each.rewards or []
     for view in stage.by_domain().values():
         found += view.rewards
         found += [reward for operator in view.pipeline for _, rewards in operator.reward_lists for reward in rewards]
-    return [reward for reward in found if isinstance(reward, ModelReward)]
+    return [reward.offloadable_model for reward in found if reward.offloadable_model is not None]
 
 
 def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:

@@ -8,10 +8,7 @@ from rollmill.config.algorithms.base import PolicyGradientOptions
 from rollmill.config.checks.evaluation import evaluation_set_path
 from rollmill.config.operators import OperatorSection, RewardOperatorSection
 from rollmill.config.placement import RayPlacement
-from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardSection, reward_part_names
-from rollmill.config.rewards.math import ReasoningGymReward
-from rollmill.config.rewards.text import LengthReward
+from rollmill.config.rewards import Reward, reward_part_names
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, format_key_path
 from rollmill.config.validation_errors import join_quoted
@@ -45,7 +42,7 @@ def _rewards(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     yield from _reward_list(stage, stage.rewards, ("rewards",))
 
 
-def _scoring(stage: StageConfig, workflow: WorkflowSection) -> list[RewardConfig]:
+def _scoring(stage: StageConfig, workflow: WorkflowSection) -> list[Reward]:
     """Returns the rewards that may score rollouts of a workflow."""
     return [each for each in stage.rewards if each.role is None or workflow.may_have_roles]
 
@@ -70,16 +67,16 @@ def _evaluated_rewards(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
             yield (*at, "role"), _no_role(seen, each.role)
 
 
-def _reward_list(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+def _reward_list(stage: StageConfig, rewards: Sequence[Reward], at: KeyPath) -> Iterator[tuple[KeyPath, str]]:
     """Checks the rewards at `at`: a list, or a single reward without a list."""
     for index, reward in enumerate(rewards):
         here = at if at[-1] != "rewards" else (*at, index)
-        if isinstance(reward, LengthReward) and reward.correct is not None:
-            names = [name for other, name in enumerate(reward_part_names(rewards)) if other != index]
-            if reward.correct.partition("/")[0] not in names:
+        names = [name for other, name in enumerate(reward_part_names(rewards)) if other != index]
+        for key, read in reward.other_rewards().items():
+            if read.partition("/")[0] not in names:
                 known = f"there are {', '.join(names)}" if names else "there is no other reward"
-                yield (*here, "correct"), f"no reward `{reward.correct}`; {known}"
-        if isinstance(reward, ReasoningGymReward):
+                yield (*here, key), f"no reward `{read}`; {known}"
+        if reward.needs_generator:
             yield from _ungenerated(stage, here)
         if reward.role is not None and at[0] == "pipeline":
             yield (*here, "role"), "an operator scores the completions of all roles; remove it"

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from rollmill.config.operators import RewardOperatorSection, reject_weighting_keys
-from rollmill.config.rewards.base import RewardSection
-from rollmill.config.rewards.code import CodeReward
+from rollmill.config.rewards import Reward
 from rollmill.pipelines.batch import Batch, is_success
 from rollmill.pipelines.builtin.deduplication import LRUCache
 from rollmill.pipelines.builtin.verification import is_undecided, score_group
 from rollmill.pipelines.reward_updates import init_reward_part, set_reward
+from rollmill.rewards.builtin.code import CodeReward
 from rollmill.types import Experience, Task
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class GeneratedTestsOperator(RewardOperatorSection):
     _tests: LRUCache[_TaskTests] = PrivateAttr()
 
     @property
-    def reward_lists(self) -> list[tuple[tuple[str | int, ...], list[RewardSection]]]:
+    def reward_lists(self) -> list[tuple[tuple[str | int, ...], list[Reward]]]:
         """The reward `code`."""
         return [(("code",), [self.code])]
 
@@ -103,10 +103,8 @@ class GeneratedTestsOperator(RewardOperatorSection):
         self, batch: Batch, task: Task, generator: str, known: _TaskTests, successes: Sequence[Experience]
     ) -> None:
         """Record successes; generate the tests once there are enough."""
-        from rollmill.rewards.code.comparison import output_match_options
         from rollmill.rewards.code.extraction import extract_code, join_prefix
         from rollmill.rewards.code.generation import CodingProblem, ValidationCriteria, generate_tests
-        from rollmill.rewards.code.reward import sandbox_limits
 
         name, prefix = _function_and_prefix(task)
         for experience in successes:
@@ -118,7 +116,7 @@ class GeneratedTestsOperator(RewardOperatorSection):
             return
         problem = CodingProblem(generator, known.programs, name)
         criteria = ValidationCriteria(self.cases, self.submissions, self.agree, self.solve)
-        rules, limits = output_match_options(self.code), sandbox_limits(self.code)
+        rules, limits = self.code.match_options(), self.code.sandbox_limits()
         known.tests, known.programs = [], []
         try:
             async with asyncio.timeout(batch.context.deadline_s / 2):  # slow programs must not end a run

@@ -15,8 +15,8 @@ from rollmill.pipelines.batch import Batch, is_success, response_ids, response_l
 from rollmill.pipelines.builtin.deduplication import normalize_whitespace
 from rollmill.pipelines.reward_updates import add_reward, init_reward_part, set_reward
 from rollmill.rewards.base import find_answer
-from rollmill.rewards.text.length import kimi_length_scores, soft_overlong_penalty
-from rollmill.rewards.text.repetition import repetition_share
+from rollmill.rewards.builtin.length import kimi_length_scores, soft_overlong_penalty
+from rollmill.rewards.builtin.repetition import repetition_share
 from rollmill.types import Experience, first_per_rollout, split_by_role
 
 if TYPE_CHECKING:

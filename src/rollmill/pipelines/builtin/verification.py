@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from rollmill.config.operators import OperatorSection, RewardOperatorSection, reject_weighting_keys
-from rollmill.config.rewards import RewardConfig
-from rollmill.config.rewards.base import RewardSection, reward_part_names
+from rollmill.config.rewards import Reward, RewardConfig, reward_part_names
 from rollmill.pipelines.batch import Batch, reward_value, to_completion
 from rollmill.pipelines.reward_updates import RAW_REWARD, add_reward, init_reward_part, log_reward_detail, set_reward
 from rollmill.rewards.base import GATED, LATE, TIMEOUT
@@ -51,7 +50,7 @@ class VerifyOperator(RewardOperatorSection):
     _scorer: RewardManager = PrivateAttr()
 
     @property
-    def reward_lists(self) -> list[tuple[RewardKeyPath, list[RewardSection]]]:
+    def reward_lists(self) -> list[tuple[RewardKeyPath, list[Reward]]]:
         """The operator's rewards."""
         return [(("rewards",), list(self.rewards))]
 
@@ -163,7 +162,7 @@ class CheckOperator(OperatorSection):
         return super().taken if self.otherwise == "drop" else frozenset({ExperienceSource.ROLLOUT})
 
     @property
-    def reward_lists(self) -> list[tuple[RewardKeyPath, list[RewardSection]]]:
+    def reward_lists(self) -> list[tuple[RewardKeyPath, list[Reward]]]:
         """The operator's reward."""
         return [(("reward",), [self.reward])]
 
@@ -211,7 +210,7 @@ async def score_group(
     return await rewards.score_group(task, [to_completion(each, index) for index, each in enumerate(experiences)])
 
 
-def is_undecided(result: RewardResult, rewards: Sequence[RewardSection]) -> bool:
+def is_undecided(result: RewardResult, rewards: Sequence[Reward]) -> bool:
     """True if some reward timed out, so that the result is not valid. A timeout of the completion's code is valid."""
     judged_late = {
         name for name, each in zip(reward_part_names(rewards), rewards, strict=True) if each.timeout_is_verdict

@@ -1,1 +1,1 @@
-"""The code reward: functions and programs that have to pass tests."""
+"""Parts of the reward `code`: tests, their execution in the sandbox, comparison of outputs."""

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from rollmill.config.rewards.code import CodeReward, OutputComparison
 from rollmill.rewards.code.tests import JUDGE_FAILED, OK, WRONG_ANSWER, FunctionTest, ProgramTest
 from rollmill.rewards.code.values import decode, refuse_collisions
 from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError
@@ -21,14 +20,9 @@ from rollmill_sandbox import Sandbox, SandboxLimits
 class OutputMatchOptions:
     """Rules for comparing outputs."""
 
-    compare: OutputComparison = "lines"
+    compare: Literal["lines", "exact", "tokens"] = "lines"
     tolerance: float = 1e-6
     tuples_as_lists: bool = True
-
-
-def output_match_options(config: CodeReward) -> OutputMatchOptions:
-    """Return the rules of a configuration."""
-    return OutputMatchOptions(config.compare, config.tolerance, config.tuples_as_lists)
 
 
 def values_match(expected: Any, found: Any, rules: OutputMatchOptions) -> bool:

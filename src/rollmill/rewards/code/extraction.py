@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
-
-from rollmill.config.rewards.code import CodeExtraction
+from typing import Literal, NamedTuple
 
 MAX_CODE_CHARS = 400_000
 """Characters; longer code earns 0 with the outcome `too_long`."""
@@ -41,7 +39,7 @@ def find_code_blocks(text: str) -> list[CodeBlock]:
     return found
 
 
-def extract_code(text: str, place: CodeExtraction = "auto", name: str | None = None) -> str | None:
+def extract_code(text: str, place: Literal["auto", "fence", "whole"] = "auto", name: str | None = None) -> str | None:
     """Return the code of an answer, None if there is none.
 
     Of the blocks marked as Python, or else those without a language, it is the last one that defines `name`, or else

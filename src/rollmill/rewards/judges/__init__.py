@@ -1,1 +1,1 @@
-"""Rewards by language models as judges: scores, comparisons, rankings."""
+"""Rewards by language models as judges share this: their base, prompts, verdicts, endpoints."""

@@ -6,9 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rollmill.config.rewards.judges import JudgeSection
 from rollmill.errors import RewardError
 from rollmill.rewards.base import GATED, NO_ANSWER, NOT_APPLICABLE, TIMEOUT, RewardResult, Score, find_answer
 from rollmill.rewards.function_threads import gather_or_cancel
@@ -24,6 +23,9 @@ from rollmill.rewards.judges.chat import (
 from rollmill.rewards.judges.prompts import sanitize_text
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion
+
+if TYPE_CHECKING:
+    from rollmill.rewards.judges.base import LLMJudge
 
 # Counters of a judge's calls, tokens and cost.
 
@@ -80,7 +82,7 @@ _CONNECTION = {
 }
 
 
-def build_chat_model(config: JudgeSection, resources: RewardResources) -> ChatModel:
+def build_chat_model(config: LLMJudge, resources: RewardResources) -> ChatModel:
     """Build the chat model of a reward. Connections and caches are closed with the reward manager.
 
     Raises:
@@ -128,7 +130,7 @@ class JudgePrompt(Generic[Vote]):
 class JudgeClient:
     """Sends prompts to the model of one reward, and counts calls, tokens and cost."""
 
-    def __init__(self, config: JudgeSection, resources: RewardResources) -> None:
+    def __init__(self, config: LLMJudge, resources: RewardResources) -> None:
         self._config = config
         self._model = build_chat_model(config, resources)
         self._announced: set[str] = set()

@@ -21,9 +21,8 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollmill.config.rewards.judges import JudgeSection
 from rollmill.errors import ConfigError, EndpointLostError, RewardError
 from rollmill.progress import Progress, count_progress
 from rollmill.rewards.base import TIMEOUT
@@ -31,6 +30,9 @@ from rollmill.rewards.function_threads import EventLoopThread, gather_or_cancel
 from rollmill.rewards.judges.breaker import GO, PROBE, acquire_breaker, release_breaker
 from rollmill.rewards.judges.chat import STOP, ChatMessage, ChatModelReply, ChatSamplingParams, NoReplyError
 from rollmill.rewards.judges.failures import RequestFailure, RequestFailureCause, classify_error
+
+if TYPE_CHECKING:
+    from rollmill.rewards.judges.base import LLMJudge
 
 # Rate limits: at most so many units in any time window.
 
@@ -121,7 +123,7 @@ class EndpointChatModel:
     Raises ConfigError if the environment variable of the key is not set.
     """
 
-    def __init__(self, config: JudgeSection, called: str = "the judge") -> None:
+    def __init__(self, config: LLMJudge, called: str = "the judge") -> None:
         assert config.endpoint is not None
         self._config, self._url, self._key = config, config.endpoint, _key(config)
         self._name = f"{called} {config.model} at {self._url}"
@@ -321,7 +323,7 @@ class EndpointChatModel:
             self._client = None
 
 
-def _key(config: JudgeSection) -> str | None:
+def _key(config: LLMJudge) -> str | None:
     if config.api_key_env is None:
         return None
     key = os.environ.get(config.api_key_env, "").strip()

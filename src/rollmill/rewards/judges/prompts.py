@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import regex
 
-from rollmill.config.rewards.judges import PLACEHOLDER
 from rollmill.data.images import data_url, image_refs_of
 from rollmill.rewards.judges.chat import ChatMessage
 from rollmill.types import Task, split_reasoning
+
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 # Images of a task for a judge with a vision-language model.
 
@@ -203,7 +205,7 @@ def build_messages(
     text = "\n\n".join(
         filled
         for part in template.split("\n\n")
-        if (filled := PLACEHOLDER.sub(lambda place: values[place[1]], part).strip())
+        if (filled := _PLACEHOLDER.sub(lambda place: values[place[1]], part).strip())
     )
     content = [{"type": "text", "text": text}, *images] if images else text
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]

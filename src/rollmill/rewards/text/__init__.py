@@ -1,1 +1,1 @@
-"""Rewards for the text of a completion: format, language, length, repetition, citations, tool calls."""
+"""Text rewards share this: words, code blocks, JSON and its schemas."""

@@ -1,20 +1,18 @@
-"""Helpers of text rewards: selecting a part, JSON inside text, and words. Linear in the length of any text."""
+"""Helpers of text rewards: JSON inside text, code blocks and words. Linear in the length of any text."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import regex
-
-from rollmill.config.rewards.text import TextReward
 from rollmill.files import is_too_deep
-from rollmill.rewards.base import find_answer, text_after
 from rollmill.types import Completion
-from rollmill_grading.segmentation import last_tag_content
+
+if TYPE_CHECKING:
+    import regex
 
 Result = TypeVar("Result")
 
@@ -24,22 +22,6 @@ _SHORT = 4000
 _ATTEMPTS = 2000
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 _UNSPACED = r"\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Thai}\p{Script=Lao}\p{Script=Khmer}"
-_WORD = regex.compile(
-    rf"[{_UNSPACED}]|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+|[^\s\p{{L}}\p{{M}}\p{{N}}_]", regex.V1
-)
-
-
-def select_text(text: str, config: TextReward) -> str | None:
-    """Return the part selected by `after` or `tag`; None if it is missing, or the tag is not closed."""
-    if config.tag is None:
-        return text_after(text, config.after)
-    return last_tag_content(text, config.tag)
-
-
-def select_answer(completion: Completion, config: TextReward) -> str | None:
-    """Return the part of the answer selected by `after` or `tag`; None also if the reasoning is unfinished."""
-    answer = find_answer(completion, config.after)
-    return answer if answer is None or config.tag is None else last_tag_content(answer, config.tag)
 
 
 async def run_large_in_thread(size: int, work: Callable[..., Result], *arguments: Any) -> Result:
@@ -47,13 +29,24 @@ async def run_large_in_thread(size: int, work: Callable[..., Result], *arguments
 
     `size` is the number of characters to read, or of other steps of a few microseconds.
     """
+    import asyncio
+
     return await asyncio.to_thread(work, *arguments) if size > _SHORT else work(*arguments)
 
 
 def split_words(text: str) -> list[str]:
     """Split into words, punctuation marks, and single characters of scripts without spaces between words."""
-    found: list[str] = _WORD.findall(text, concurrent=True)
+    found: list[str] = _word_pattern().findall(text, concurrent=True)
     return found
+
+
+@cache
+def _word_pattern() -> regex.Pattern[str]:
+    import regex
+
+    return regex.compile(
+        rf"[{_UNSPACED}]|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+|[^\s\p{{L}}\p{{M}}\p{{N}}_]", regex.V1
+    )
 
 
 def completion_length(completion: Completion) -> int:

@@ -1,1 +1,1 @@
-"""Rewards for vision-language models: boxes, points, counts, text, charts, tables and questions about images."""
+"""Rewards for vision-language models share this: their bases, boxes and points, numbers in charts."""

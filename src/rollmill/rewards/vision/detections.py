@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from rollmill.config.rewards.vision import BoxLayout
 from rollmill.rewards.base import Box
 from rollmill.rewards.text.parsing import find_json_values
+from rollmill.rewards.vision.base import BoxLayout
 from rollmill.rewards.vision.geometry import Point, parse_box, parse_point
 
 Shape = TypeVar("Shape")

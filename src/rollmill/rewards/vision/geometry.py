@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollmill.config.rewards.vision import BoxLayout, Coordinates
-from rollmill.data.images import image_refs_of
 from rollmill.rewards.base import Box
+from rollmill.rewards.vision.base import BoxLayout, Coordinates
 
 # Coordinate systems: converts pixels, fractions, percent or thousandths to those of the reference.
 
@@ -78,6 +77,8 @@ def image_bounds(coordinates: Coordinates, metadata: Mapping[str, Any]) -> Point
 
 def image_size(metadata: Mapping[str, Any]) -> Point | None:
     """Return width and height in pixels, from the column `image_size` or the first image. Raises ValueError."""
+    from rollmill.data.images import image_refs_of
+
     size = metadata.get("image_size")
     if size is None:
         images = image_refs_of(metadata)

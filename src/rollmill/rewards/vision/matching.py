@@ -10,6 +10,11 @@ import numpy.typing as npt
 Matrix = npt.NDArray[np.float64]
 
 
+def max_detections(golds: int) -> int:
+    """Return the maximum number of predictions: with more, F1 is close to 0, and matching is slow."""
+    return 100 + 3 * golds
+
+
 def max_matching_score(scores_GP: Matrix) -> float:
     """Return the greatest sum of pair scores, each row and column in at most one pair. Scores are 0 or above."""
     scores = scores_GP[scores_GP.any(1)][:, scores_GP.any(0)]

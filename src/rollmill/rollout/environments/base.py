@@ -209,7 +209,7 @@ def build_environment_spec(section: EnvironmentSection) -> EnvironmentSpec:
     target = type(section).function
     if target is None:
         return section
-    from rollmill.rewards.python import function_source
+    from rollmill.rewards.builtin.python import function_source
 
     source = function_source(section.name, target)
     if source is None:

@@ -18,10 +18,9 @@ from feedback_runs import completion, make_run, served
 from rollmill.apps.studio.report.pictures import MAX_PICTURES, MAX_SIDE, draw_thumbnails
 from rollmill.apps.studio.report.run_report import write_report
 from rollmill.cli import main
-from rollmill.config.rewards.vision import BoxesReward, PointsReward
 from rollmill.data.images import make_image_ref
-from rollmill.rewards.vision.boxes import BoxesScorer
-from rollmill.rewards.vision.points import PointsScorer
+from rollmill.rewards.builtin.boxes import BoxesReward
+from rollmill.rewards.builtin.points import PointsReward
 from rollmill.trackers import load_experiences
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.types import Completion, Experience, StopReason, Task, Turn
@@ -120,9 +119,9 @@ def test_rewards_say_where_the_answer_points() -> None:
         end = Completion(none, none, none.astype(np.float32), none, none.astype(np.float32), text, StopReason.EOS, 0, 0)
         return asyncio.run(scorer.score(task, end))
 
-    found = score(BoxesScorer(BoxesReward(name="boxes", coordinates="unit")), "[0.1, 0.2, 0.5, 0.6]", [[0, 0, 1, 1]])
+    found = score(BoxesReward(name="boxes", coordinates="unit"), "[0.1, 0.2, 0.5, 0.6]", [[0, 0, 1, 1]])
     assert found.boxes == ((20.0, 20.0, 100.0, 60.0),)
-    points = score(PointsScorer(PointsReward(name="points", tolerance=5)), "(3, 4)", [[3, 4]])
+    points = score(PointsReward(name="points", tolerance=5), "(3, 4)", [[3, 4]])
     assert points.boxes == ((3.0, 4.0, 3.0, 4.0),)
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import regex
+from pydantic import Field
 
-from rollmill.config.rewards.text import LanguageReward
 from rollmill.errors import ConfigError
-from rollmill.rewards.base import Score
-from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
+from rollmill.rewards.base import Score, TextReward
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread
 from rollmill.types import Completion, Task
+
+if TYPE_CHECKING:
+    import regex
+
+    from rollmill.rewards.resources import RewardResources
 
 # Languages and their scripts.
 
@@ -109,6 +112,8 @@ def main_scripts(text: str) -> tuple[str, ...]:
 
 @cache
 def _pattern(scripts: tuple[str, ...]) -> regex.Pattern[str]:
+    import regex
+
     spaced = _class(script for script in scripts if script not in UNSPACED)
     single = _class(script for script in scripts if script in UNSPACED)
     mine = "|".join(
@@ -143,22 +148,35 @@ TargetLanguage = tuple[str | None, tuple[str, ...]]
 """A language (None if scripts alone decide) and its scripts."""
 
 
-class LanguageScorer:
-    """Words in the target language / all words, from 0 to 1.
+class LanguageReward(TextReward):
+    """Fraction of words in the target language (DeepSeek-R1), in the whole text: reasoning counts. Code, formulas and
+    tags are ignored."""
 
-    Outcomes besides ok: `no_answer`, `no_words`, `too_long`; they earn 0.
-    """
+    largest = 1.0
+    name: Literal["language"]
+    language: str = Field("prompt", pattern=r"^(prompt|[a-z]{2,3})$")
+    """ISO 639 code, for example `en` or `zh`; `prompt` is the language of the task's prompt."""
+    method: Literal["script", "identify"] = "script"
+    """`script` checks the alphabet of each word, which distinguishes English from Chinese but not from French.
+    `identify` also detects the language of every 16 words of one alphabet (extra `language`)."""
 
-    def __init__(self, config: LanguageReward) -> None:
-        self._config = config
-        self._identify = config.method == "identify"
-        if config.language != "prompt":
-            check_language(config.language)
-        if self._identify:
-            detect_language("", "en" if config.language == "prompt" else config.language)  # loads the model, or fails
+    def extras(self) -> dict[str, tuple[str, str]]:
+        return {"method": ("language", "py3langid")} if self.method == "identify" else {}
+
+    def setup(self, resources: RewardResources) -> None:
+        if self.language != "prompt":
+            check_language(self.language)
+        if self.method == "identify":
+            detect_language("", "en" if self.language == "prompt" else self.language)  # loads the model, or fails
 
     async def score(self, task: Task, completion: Completion) -> Score:
-        text = select_text(completion.text, self._config)
+        """Return words in the target language / all words.
+
+        Outcomes besides ok: `no_answer`, `no_words`, `too_long`; they earn 0.
+        """
+        import asyncio
+
+        text = self.select_text(completion.text)
         if text is None:
             return Score(0.0, "no_answer")
         if len(text) > MAX_TEXT_CHARS:
@@ -171,10 +189,12 @@ class LanguageScorer:
         return Score(matching / (len(words) + others))
 
     async def _target(self, task: Task) -> TargetLanguage:
-        language = self._config.language
+        import asyncio
+
+        language, identify = self.language, self.method == "identify"
         if language == "prompt":
-            return await asyncio.to_thread(_of_prompt, prompt_text(task), self._identify)
-        return (language if self._identify else None), scripts_of(language)
+            return await asyncio.to_thread(_of_prompt, prompt_text(task), identify)
+        return (language if identify else None), scripts_of(language)
 
 
 @lru_cache(256)

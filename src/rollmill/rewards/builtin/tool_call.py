@@ -3,39 +3,69 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from rollmill.config.rewards.text import ToolCallReward
-from rollmill.data.layouts import TOOLS, parsed
+from pydantic import Field
+
+from rollmill.errors import ConfigError
 from rollmill.files import parse_strict_json
-from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Score
-from rollmill.rewards.resources import RewardResources
+from rollmill.rewards.base import NO_ANSWER, OK, TIMEOUT, Score, TextReward
 from rollmill.rewards.text.json_schema import build_validator, check_schema, schema_text, validate_texts
-from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread, select_answer
-from rollmill.rewards.worker_functions import SCHEMA
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread
 from rollmill.types import Completion, Task, ToolCall
+
+if TYPE_CHECKING:
+    from rollmill.rewards.resources import RewardResources
+    from rollmill_grading.grader_pool import GraderPool
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _REJECTED = "the task's column `tool_calls` has a call that its column `tools` rejects; correct one"
 _NO_PARAMETERS = {"type": "object", "maxProperties": 0}
 
 
-class ToolCallScorer:
-    """A score from 0 to 1. A task without the column `tools` has no reward.
+class ToolCallReward(TextReward):
+    """Fraction of valid tool calls; if the task's column `tool_calls` lists the expected calls, F1 of the calls made.
 
-    Calls are those that the model's chat renderer has found in its own form, or else those in the answer. There are
-    none in reasoning.
-
-    Outcomes besides ok: `no_answer`, `no_call`, `too_many`, `malformed`, `unknown_tool`, `bad_arguments`, `wrong_call`,
-    `too_long`, `timeout`, `memory`.
+    A call is valid if it is JSON, names a tool of the task's column `tools` and has arguments of its schema (extra
+    `schema`). Calls in reasoning do not count. In chats, calls in the form of the model's own template count, whatever
+    `syntax`, `after` and `tag` say.
     """
 
-    def __init__(self, config: ToolCallReward, resources: RewardResources) -> None:
-        check_schema("{}", config.name)  # schemas come with the tasks, but jsonschema must be installed
-        self._config, self._graders = config, resources.graders_for(SCHEMA)
+    needs_extra = ("schema", "jsonschema")
+    largest = 1.0
+    name: Literal["tool_call"]
+    syntax: Literal["tags", "json"] = "tags"
+    """`tags`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. `json`: the answer is one such object, a list
+    of them, or a message with `tool_calls` as in the OpenAI API."""
+    calls: int = Field(16, ge=1)
+    """Maximum number of calls in one completion; more earn 0."""
+    time_limit_s: float = Field(1.0, gt=0)
+    """Timeout for checking the arguments of one completion; the outcome is then `timeout`."""
+    _graders: GraderPool
+
+    def check_tasks(self, tasks: Sequence[Task], name: str) -> None:
+        """Refuse tasks whose columns `tools` and `tool_calls` it cannot use."""
+        known: set[tuple[str, str]] = set()
+        for task in self.scored_tasks(tasks, name):
+            try:
+                _check_tools(task, known)
+            except ValueError as error:
+                raise ConfigError(f"task `{task.id}`, reward `{name}`: {error}") from error
+
+    def setup(self, resources: RewardResources) -> None:
+        from rollmill.rewards.worker_functions import SCHEMA
+
+        check_schema("{}", self.name)  # schemas come with the tasks, but jsonschema must be installed
+        self._graders = resources.graders_for(SCHEMA)
 
     async def score(self, task: Task, completion: Completion) -> Score:
+        """Return the score of the calls that the model's chat renderer has found in its own form, or else of those in
+        the answer; none for a task without the column `tools`.
+
+        Outcomes besides ok: `no_answer`, `no_call`, `too_many`, `malformed`, `unknown_tool`, `bad_arguments`,
+        `wrong_call`, `too_long`, `timeout`, `memory`.
+        """
         column = _tools_column(task)
         if column is None:
             return Score(None)
@@ -46,7 +76,7 @@ class ToolCallScorer:
             return found
         if not found:
             return Score(1.0) if wanted == [] else Score(0.0, "no_call")
-        if len(found) > self._config.calls:
+        if len(found) > self.calls:
             return Score(0.0, "too_many")
         return await self._score(found, tools, wanted)
 
@@ -55,22 +85,24 @@ class ToolCallScorer:
         reply = completion.reply
         if reply is not None and (reply.tool_calls or reply.malformed):
             return [*reply.tool_calls, *([None] * len(reply.malformed))]
-        text = select_answer(completion, self._config)
+        text = self.select_answer(completion)
         if text is None:
             return Score(0.0, NO_ANSWER)
         if len(text) > MAX_TEXT_CHARS:
             return Score(0.0, "too_long")
-        parse = parse_tagged_calls if self._config.syntax == "tags" else parse_json_calls
+        parse = parse_tagged_calls if self.syntax == "tags" else parse_json_calls
         return await run_large_in_thread(len(text), parse, text)
 
     async def _score(self, found: list[ToolCall | None], tools: dict[str, str], wanted: list[ToolCall] | None) -> Score:
+        from rollmill.rewards.worker_functions import SCHEMA
+
         known = [call for call in found if call is not None and call.name in tools]
         pairs = [(tools[call.name], json.dumps(call.arguments)) for call in [*(wanted or []), *known]]
         if not pairs:
             return Score(0.0, _outcome(found, known, []))
-        reply = await self._graders.ask(SCHEMA, pairs, self._config.time_limit_s)
+        reply = await self._graders.ask(SCHEMA, pairs, self.time_limit_s)
         if reply.outcome != OK:
-            earned = self._config.timeout_reward if reply.outcome == TIMEOUT else 0.0
+            earned = self.timeout_reward if reply.outcome == TIMEOUT else 0.0
             return Score(earned, reply.outcome, reply.queue_s, reply.run_s)
         marks = str(reply.value)
         if set(marks[: len(wanted or [])]) - {"1"}:
@@ -92,29 +124,10 @@ def _outcome(found: list[ToolCall | None], known: list[ToolCall], valid: list[To
     return "bad_arguments" if len(valid) < len(known) else OK
 
 
-def check_tools(task: Task, known: set[tuple[str, str]]) -> None:
-    """Raise ValueError if the reward cannot score a task because of its columns `tools` and `tool_calls`.
-
-    Args:
-        known: schemas, and schemas with arguments, that are right; those of this task are added. Building the
-            validator of a schema takes milliseconds, and tasks share their tools.
-    """
-    column = _tools_column(task)
-    if column is None:
-        return
-    tools = read_tool_schemas(column)
-    wanted = _wanted(task.metadata.get("tool_calls"), tools) or []
-    for schema in tools.values():
-        if (schema, "") not in known:
-            build_validator(schema)
-    calls = {(tools[call.name], json.dumps(call.arguments)) for call in wanted} - known
-    if set(validate_texts(list(calls))) - {"1"}:
-        raise ValueError(_REJECTED)
-    known |= calls | {(schema, "") for schema in tools.values()}
-
-
 def _tools_column(task: Task) -> Any:
     """Return the task's tools: its column `tools`, or the schemas that the prompt shows, from another column."""
+    from rollmill.data.layouts import TOOLS
+
     own = task.metadata.get("tools")
     return task.metadata.get(TOOLS) if own is None else own
 
@@ -124,6 +137,8 @@ def read_tool_schemas(column: Any) -> dict[str, str]:
 
     Raises ValueError if it is invalid.
     """
+    from rollmill.data.layouts import parsed
+
     tools: dict[str, str] = {}
     found = parsed(column)
     for each in found if isinstance(found, list | tuple) else [None]:
@@ -140,6 +155,8 @@ def read_tool_schemas(column: Any) -> dict[str, str]:
 
 
 def _wanted(column: Any, tools: Collection[str]) -> list[ToolCall] | None:
+    from rollmill.data.layouts import parsed
+
     if column is None:
         return None
     found = parsed(column)
@@ -224,3 +241,24 @@ def _in_common(one: list[str], other: list[str]) -> int:
         if key in left:
             left.remove(key)
     return len(other) - len(left)
+
+
+def _check_tools(task: Task, known: set[tuple[str, str]]) -> None:
+    """Raise ValueError if the reward cannot score a task because of its columns `tools` and `tool_calls`.
+
+    Args:
+        known: schemas, and schemas with arguments, that are right; those of this task are added. Building the
+            validator of a schema takes milliseconds, and tasks share their tools.
+    """
+    column = _tools_column(task)
+    if column is None:
+        return
+    tools = read_tool_schemas(column)
+    wanted = _wanted(task.metadata.get("tool_calls"), tools) or []
+    for schema in tools.values():
+        if (schema, "") not in known:
+            build_validator(schema)
+    calls = {(tools[call.name], json.dumps(call.arguments)) for call in wanted} - known
+    if set(validate_texts(list(calls))) - {"1"}:
+        raise ValueError(_REJECTED)
+    known |= calls | {(schema, "") for schema in tools.values()}

@@ -1,18 +1,21 @@
-"""`rewards`: LLM judges and reward models."""
+"""Base of the rewards with an LLM judge: the keys of the model, of its requests and of the prompt."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from rollmill.config.rewards.base import RewardSection
+from rollmill.config.rewards import Reward
 from rollmill.config.section import Endpoint
 
-PLACEHOLDER = re.compile(r"\{(\w+)\}")
+if TYPE_CHECKING:
+    from rollmill.rewards.judges.client import JudgeClient
+    from rollmill.rewards.resources import RewardResources
+
 _ENDPOINT_KEYS = (
     "model",
     "api_key_env",
@@ -31,8 +34,8 @@ _ENDPOINT_KEYS = (
 _RESERVED_FIELDS = {"model", "messages", "n", "stream"}
 
 
-class JudgeSection(RewardSection):
-    """Keys of all LLM-judge rewards."""
+class LLMJudge(Reward):
+    """Base of rewards that ask a language model for a verdict."""
 
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("verdict",)
@@ -92,6 +95,7 @@ class JudgeSection(RewardSection):
     """Price of a million prompt tokens, in any currency, for the counter `cost`."""
     completion_price: float = Field(0.0, ge=0)
     """Price of a million completion tokens."""
+    _client: JudgeClient
 
     def extras(self) -> dict[str, tuple[str, str]]:
         return {} if self.endpoint is None else {"endpoint": ("judge", "openai")}
@@ -131,7 +135,7 @@ class JudgeSection(RewardSection):
     @model_validator(mode="after")
     def _template_has_places(self) -> Self:
         if self.template is not None:
-            found = PLACEHOLDER.findall(self.template)
+            found = re.findall(r"\{(\w+)\}", self.template)
             missing = [place for place in self.needed if place not in found]
             unknown = [place for place in found if place not in self.places]
             if missing or unknown:
@@ -140,72 +144,20 @@ class JudgeSection(RewardSection):
                 raise ValueError(f"template: it {what}; its places are {places}")
         return self
 
+    @property
+    def longest_request_s(self) -> float | None:
+        return None if self.endpoint is None else self.deadline_s + self.try_s
 
-class JudgeReward(JudgeSection):
-    """LLM judge: scores the response, without its reasoning, from 0 to 1. The judge reasons first, then ends with a
-    verdict in JSON."""
+    def setup(self, resources: RewardResources) -> None:
+        """Connect to the judge.
 
-    places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "response", "verdict")
-    needed: ClassVar[tuple[str, ...]] = ("response", "verdict")
+        Raises:
+            ConfigError: the key's variable is not set, the library is missing, or the cache cannot be used.
+            ModelError: the folder holds no chat model.
+        """
+        from rollmill.rewards.judges.client import JudgeClient
 
-    implementation = "rollmill.rewards.judges.generative:GenerativeJudge"
-    largest = 1.0
-    name: Literal["judge"]
-    scale: tuple[float, float] = (0.0, 10.0)
-    """Lowest and highest score of the judge, mapped to 0 and 1. Scores outside this range are invalid."""
-    combine: Literal["mean", "median", "majority"] = "mean"
-    """Aggregation of several votes. `majority` is the most frequent score, or the mean of ties."""
+        self._client = JudgeClient(self, resources)
 
-    @model_validator(mode="after")
-    def _scale_rises(self) -> Self:
-        if self.scale[0] >= self.scale[1]:
-            raise ValueError(f"scale: the lower end {self.scale[0]:g} is not below the upper {self.scale[1]:g}")
-        return self
-
-
-class PairwiseReward(JudgeSection):
-    """Fraction of comparisons that the response, without its reasoning, wins, from 0 to 1. Each is made in both orders;
-    ties count half."""
-
-    places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "responses", "verdict")
-    needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
-
-    implementation = "rollmill.rewards.judges.pairwise:build_pairwise_judge"
-    largest = 1.0
-    name: Literal["pairwise"]
-    against: Literal["siblings", "reference"] = "siblings"
-    """Compare with the other completions of the task, or with its worked solution (without one, its answer)."""
-    opponents: int | None = Field(None, ge=1)
-    """Number of siblings to compare each completion with, chosen at random by `seed`; null: all."""
-
-    @model_validator(mode="after")
-    def _opponents_are_siblings(self) -> Self:
-        if self.opponents is not None and self.against == "reference":
-            raise ValueError("opponents is honoured with against: siblings; remove it")
-        return self
-
-
-class RankingReward(JudgeSection):
-    """Rank of the response among its siblings, from 1 (best) to 0: the judge sees and ranks all at once, without their
-    reasoning."""
-
-    places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "responses", "verdict")
-    needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
-
-    implementation = "rollmill.rewards.judges.ranking:RankingJudge"
-    largest = 1.0
-    name: Literal["ranking"]
-    shuffles: int = Field(2, ge=1)
-    """Number of orders in which the completions are shown; ranks are averaged. Every second order reverses the previous
-    one."""
-
-
-class ModelReward(RewardSection):
-    """Score of a reward model for the answer, without reasoning: a sequence classifier with one output."""
-
-    implementation = "rollmill.rewards.reward_model:RewardModelScorer"
-    name: Literal["model"]
-    path: Path
-    """A Hugging Face folder of a sequence classifier, such as RUN/checkpoints/step-N/reward_model."""
-    batch_tokens: int = Field(8192, ge=1)
-    """Tokens per forward pass, padding included; a longer completion has its own pass."""
+    def counters(self) -> dict[str, float]:
+        return self._client.counters()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from rollmill.config.rewards.vision import PointsReward
 from rollmill.rewards.base import Score
-from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_answer
-from rollmill.rewards.vision.boxes import max_detections
-from rollmill.rewards.vision.detections import read_points
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread
+from rollmill.rewards.vision.base import LocalizationReward
 from rollmill.rewards.vision.geometry import (
     Point,
     boxes_in_pixels,
@@ -23,7 +22,7 @@ from rollmill.rewards.vision.geometry import (
     parse_point,
     scale_factors,
 )
-from rollmill.rewards.vision.matching import f1_score, labels_match, max_matching_score
+from rollmill.rewards.vision.matching import f1_score, labels_match, max_detections, max_matching_score
 from rollmill.types import Completion, Task
 
 _FORMS = (
@@ -51,24 +50,29 @@ class PointTarget:
         return np.asarray(np.hypot(*(xy - self.corners[0]).T) <= tolerance)
 
 
-class PointsScorer:
-    """2 * hits / (targets + predicted points), from 0 to 1; a target is hit once.
+class PointsReward(LocalizationReward):
+    """F1 of points: each must hit a different location of the reference (a box, a polygon or a point)."""
 
-    Outcomes besides ok: `no_answer`, `too_many`, `too_long`.
-    """
-
-    def __init__(self, config: PointsReward) -> None:
-        self._config = config
+    largest = 1.0
+    name: Literal["points"]
+    tolerance: float = Field(0.0, ge=0)
+    """Maximum distance from a reference point that counts as a hit, in the reference's units."""
 
     async def score(self, task: Task, completion: Completion) -> Score:
-        config = self._config.of_task(task.metadata)
-        if config is None or task.answer is None:
+        """Return 2 * hits / (targets + predicted points), from 0 to 1; a target is hit once.
+
+        Outcomes besides ok: `no_answer`, `too_many`, `too_long`.
+        """
+        from rollmill.rewards.vision.detections import read_points
+
+        options = self.of_task(task.metadata)
+        if options is None or task.answer is None:
             return Score(None)
         targets = read_targets(task.answer)
-        if config.tolerance == 0 and any(target.kind == "point" for target in targets):
+        if options.tolerance == 0 and any(target.kind == "point" for target in targets):
             raise ValueError("the task's answer is a point, which nothing hits with tolerance 0; give `tolerance`")
-        across, down = scale_factors(config.coordinates, config.reference or config.coordinates, task.metadata)
-        text = select_answer(completion, config)
+        across, down = scale_factors(options.coordinates, options.reference or options.coordinates, task.metadata)
+        text = options.select_answer(completion)
         if text is not None and len(text) > MAX_TEXT_CHARS:
             return Score(0.0, "too_long")
         found = None if text is None else await run_large_in_thread(len(text), read_points, text)
@@ -83,18 +87,18 @@ class PointsScorer:
         ]
         corners = sum(len(target.corners) for target in targets)
         hits = (
-            await run_large_in_thread(2 * corners * len(kept), _matched, config, targets, kept)
+            await run_large_in_thread(2 * corners * len(kept), _matched, options, targets, kept)
             if kept and targets
             else 0.0
         )
-        shown = boxes_in_pixels(found.places, config.coordinates, task.metadata)
+        shown = boxes_in_pixels(found.places, options.coordinates, task.metadata)
         return Score(f1_score(hits, len(targets), len(found.places)), boxes=shown)
 
 
-def _matched(config: PointsReward, targets: Sequence[PointTarget], named: Sequence[tuple[Point, str | None]]) -> float:
+def _matched(options: PointsReward, targets: Sequence[PointTarget], named: Sequence[tuple[Point, str | None]]) -> float:
     places = [place for place, _ in named]
-    hits = np.array([target.hits(places, config.tolerance) for target in targets])
-    if config.labels:
+    hits = np.array([target.hits(places, options.tolerance) for target in targets])
+    if options.labels:
         hits &= labels_match([target.label for target in targets], [label for _, label in named])
     return max_matching_score(hits.astype(np.float64))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from rollmill.config.rewards.text import RepetitionReward
+from rollmill.config.rewards import Reward
 from rollmill.rewards.base import OK, Score
 from rollmill.rewards.text.parsing import run_large_in_thread, split_words
 from rollmill.types import Completion, Task
@@ -15,20 +18,28 @@ _TAIL = 4096
 Hashes = npt.NDArray[np.uint64]
 
 
-class RepetitionScorer:
-    """-max(share of repeated n-grams, share of a loop at the end), beyond the free share. Outcome: ok or `loop`."""
+class RepetitionReward(Reward):
+    """From 0 to -1: the fraction of repeated n-grams, or the fraction of the text in a loop at its end. Reads the whole
+    text, reasoning included."""
 
-    def __init__(self, config: RepetitionReward) -> None:
-        self._config = config
+    largest = 0.0
+    name: Literal["repetition"]
+    ngram: int = Field(8, ge=1)
+    """Length of an n-gram in tokens (in words if a completion has no tokens)."""
+    free: float = Field(0.0, ge=0, lt=1)
+    """Fraction without a penalty; the rest is scaled to reach -1."""
+    loop_times: int = Field(4, ge=2)
+    """Minimum number of consecutive repeats of a loop at the end."""
+    loop_tokens: int = Field(32, ge=2)
+    """Minimum number of tokens of all repeats together."""
 
     async def score(self, task: Task, completion: Completion) -> Score:
+        """Return -max(share of repeated n-grams, share of a loop at the end), beyond the free share. Outcome: ok or
+        `loop`."""
         return await run_large_in_thread(len(completion.text), self._score, completion)
 
     def _score(self, completion: Completion) -> Score:
-        config = self._config
-        penalty, looping = repetition_share(
-            _ids(completion), config.ngram, config.free, config.loop_times, config.loop_tokens
-        )
+        penalty, looping = repetition_share(_ids(completion), self.ngram, self.free, self.loop_times, self.loop_tokens)
         return Score(-penalty if penalty else 0.0, "loop" if looping else OK)
 
 

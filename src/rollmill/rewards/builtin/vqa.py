@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
-from rollmill.config.rewards.vision import VQAReward
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
-from rollmill.rewards.text.parsing import select_answer
-from rollmill.rewards.vision.ocr import accepted_texts
+from rollmill.rewards.vision.base import VisionReward, accepted_texts
 from rollmill.types import Completion, Task
-from rollmill_grading.extraction import FinalAnswer, answer_section, extract_answer
-from rollmill_grading.normalization import to_half_width
-from rollmill_grading.numerals import NUMBER_WORDS
-from rollmill_grading.phrase import extract_statements, strip_markup
-from rollmill_grading.quantities import normalize_answer as normal
-from rollmill_grading.quantities import parse_quantity
+
+if TYPE_CHECKING:
+    from rollmill_grading.extraction import FinalAnswer
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 _ARTICLES = {"a", "an", "the"}
@@ -26,22 +22,28 @@ _ENOUGH = 3
 """Annotators who must agree for full credit."""
 
 
-class VQAScorer:
-    """Accuracy of an answer (arXiv:1505.00468, 3), from 0 to 1.
+class VQAReward(VisionReward):
+    """VQA accuracy (arXiv:1505.00468): the fraction of annotators who agree, with full credit for three."""
 
-    The task's answer is the list of annotators' answers, usually ten. A list of at most three, or a single answer,
-    holds accepted answers that are all right. Outcomes besides ok: `no_answer`, `hedged`, `too_long`.
-    """
-
-    def __init__(self, config: VQAReward) -> None:
-        self._config = config
+    decides = True
+    compares_answers = True
+    largest = 1.0
+    name: Literal["vqa"]
 
     async def score(self, task: Task, completion: Completion) -> Score:
-        config = self._config.of_task(task.metadata)
-        if config is None or task.answer is None:
+        """Return the accuracy of an answer (arXiv:1505.00468, 3), from 0 to 1.
+
+        The task's answer is the list of annotators' answers, usually ten. A list of at most three, or a single answer,
+        holds accepted answers that are all right. Outcomes besides ok: `no_answer`, `hedged`, `too_long`.
+        """
+        from rollmill_grading.extraction import answer_section, extract_answer
+        from rollmill_grading.phrase import extract_statements, strip_markup
+
+        options = self.of_task(task.metadata)
+        if options is None or task.answer is None:
             return Score(None)
         golds = accepted_texts(task.answer)
-        text = select_answer(completion, config)
+        text = options.select_answer(completion)
         found = None if text is None else extract_answer(text)
         if text is None or found is None:
             return Score(0.0, NO_ANSWER)
@@ -61,7 +63,11 @@ class VQAScorer:
 
 def _counted(found: FinalAnswer) -> list[str]:
     """Return the number in `There are two people`."""
-    amount = parse_quantity(normal(found.value)) if found.kind == "sentence" and "=" not in found.value else None
+    from rollmill_grading.quantities import normalize_answer, parse_quantity
+
+    amount = (
+        parse_quantity(normalize_answer(found.value)) if found.kind == "sentence" and "=" not in found.value else None
+    )
     return [] if amount is None or amount.percent else [str(amount.value)]
 
 
@@ -81,6 +87,9 @@ def normalize_vqa_answer(answer: str) -> str:
     Articles are kept if nothing else is left: `A` may be a letter in the image. The official list adds missing
     apostrophes to contractions; here they are removed from both sides.
     """
+    from rollmill_grading.normalization import to_half_width
+    from rollmill_grading.numerals import NUMBER_WORDS
+
     text = lowered = " ".join(to_half_width(answer).split()).lower()
     squeeze = _DIGIT_COMMA.search(lowered) is not None
     for mark in _MARKS:

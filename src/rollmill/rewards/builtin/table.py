@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
-from rollmill.config.rewards.vision import TableReward
+from pydantic import Field
+
 from rollmill.files import parse_strict_json
 from rollmill.rewards.base import Score
-from rollmill.rewards.text.parsing import last_code_block, select_answer
-from rollmill.rewards.vision.chart import parse_chart_number, within_tolerance
+from rollmill.rewards.text.parsing import last_code_block
+from rollmill.rewards.vision.base import VisionReward
 from rollmill.types import Completion, Task
 
 # Parses tables in Markdown, CSV and JSON into rows of text, headings first.
@@ -113,20 +113,26 @@ _LONGEST = 100_000
 Cells = dict[tuple[str, str], str]
 
 
-class TableScorer:
-    """2 * right cells / (reference cells + predicted cells), from 0 to 1.
+class TableReward(VisionReward):
+    """F1 of table cells, each identified by its row's first cell and its column's heading. Markdown, CSV or JSON."""
 
-    Outcomes besides ok: `no_answer`, `no_table`, `too_long`, `too_many`.
-    """
-
-    def __init__(self, config: TableReward) -> None:
-        self._config = config
+    decides = True
+    largest = 1.0
+    name: Literal["table"]
+    tolerance: float = Field(0.0, ge=0, lt=1)
+    """Accepted relative error of numbers."""
 
     async def score(self, task: Task, completion: Completion) -> Score:
-        config = self._config.of_task(task.metadata)
-        if config is None or task.answer is None:
+        """Return 2 * right cells / (reference cells + predicted cells), from 0 to 1.
+
+        Outcomes besides ok: `no_answer`, `no_table`, `too_long`, `too_many`.
+        """
+        import asyncio
+
+        options = self.of_task(task.metadata)
+        if options is None or task.answer is None:
             return Score(None)
-        return await asyncio.to_thread(_score, task.answer, select_answer(completion, config), config.tolerance)
+        return await asyncio.to_thread(_score, task.answer, options.select_answer(completion), options.tolerance)
 
 
 def _score(answer: Any, text: str | None, tolerance: float) -> Score:
@@ -178,6 +184,8 @@ def _unique_names(names: list[str]) -> list[str]:
 
 def cells_match(gold: str, cell: str, tolerance: float) -> bool:
     """True if two cells are the same number, or the same text up to case, spaces and Markdown."""
+    from rollmill.rewards.vision.numbers import parse_chart_number, within_tolerance
+
     one, other = parse_chart_number(_folded(gold)), parse_chart_number(_folded(cell))
     if one is None or other is None:
         return _folded(gold) == _folded(cell)

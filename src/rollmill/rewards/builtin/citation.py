@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from rollmill.config.rewards.text import CitationReward
-from rollmill.rewards.base import Score
-from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_answer
+from pydantic import Field
+
+from rollmill.rewards.base import Score, TextReward
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread
 from rollmill.types import Completion, Task
 
 _BRACKET = re.compile(r"\[([^\[\]\n]{1,200})\](?!\()")
@@ -27,21 +28,33 @@ class CitationSpan:
     quote: str
 
 
-class CitationScorer:
-    """Precision or F1 of the citations, from 0 to 1. A task without the column `facts` has no reward.
+class CitationReward(TextReward):
+    """Citation quality of the answer from 0 to 1: citations such as [1] or [doc:3] of the facts in the task's column
+    `facts`.
 
-    Outcomes besides ok: `no_answer`, `no_citation`, `invented` (an unknown id), `misquoted`, `too_many`, `too_long`.
+    Precision if the column `citations` does not list the required citations, else F1. Invented ids, and quotations that
+    do not appear in the fact, count as wrong citations.
     """
 
-    def __init__(self, config: CitationReward) -> None:
-        self._config = config
+    largest = 1.0
+    name: Literal["citation"]
+    quotes: Literal["check", "require", "ignore"] = "check"
+    """Quoted text right before a citation must appear in the cited fact. `require`: a citation without such a quotation
+    is wrong."""
+    quote_words: int = Field(3, ge=1)
+    """Minimum words of a quotation; shorter ones are ignored."""
 
     async def score(self, task: Task, completion: Completion) -> Score:
+        """Return the score of the citations; none for a task without the column `facts`.
+
+        Outcomes besides ok: `no_answer`, `no_citation`, `invented` (an unknown id), `misquoted`, `too_many`,
+        `too_long`.
+        """
         if task.metadata.get("facts") is None:
             return Score(None)
         facts = read_facts(task.metadata["facts"])
         needed = _needed(task.metadata.get("citations"), facts)
-        text = select_answer(completion, self._config)
+        text = self.select_answer(completion)
         if text is None:
             return Score(0.0, "no_answer")
         if len(text) > MAX_TEXT_CHARS:
@@ -58,7 +71,7 @@ class CitationScorer:
         cited, invented = names & facts.keys(), names - facts.keys()
         misquoted, backed = self._quotes(found, facts)
         right = cited if needed is None else cited & needed
-        right = right & backed if self._config.quotes == "require" else right
+        right = right & backed if self.quotes == "require" else right
         made = len(names) + misquoted
         value = len(right) / made if needed is None else 2 * len(right) / (made + len(needed))
         return Score(value, "invented" if invented else "misquoted" if misquoted else "ok")
@@ -67,13 +80,13 @@ class CitationScorer:
         """Return the number of quotations in none of their cited facts, and the ids backed by one that is."""
         backed: set[str] = set()
         misquoted = 0
-        if self._config.quotes == "ignore":
+        if self.quotes == "ignore":
             return misquoted, backed
         folded = {name: _folded(text) for name, text in facts.items()}
         for number, citing in enumerate(found):
             quote = _folded(citing.quote)
             names = [name for name in citing.names if name in facts]
-            if not names or len(quote.split()) < self._config.quote_words:
+            if not names or len(quote.split()) < self.quote_words:
                 continue
             within = [name for name in names if number < _MOST_QUOTES and _occurs_in(quote, folded[name])]
             backed |= set(within)
