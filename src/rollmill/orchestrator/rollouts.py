@@ -43,7 +43,7 @@ class RolloutBackend(Protocol):
 
     @property
     def generating(self) -> InterruptibleEngine:
-        """What generates: counts the tokens of all engines, and interrupts them."""
+        """All engines together: counts their tokens, and interrupts them."""
         ...
 
     @property
