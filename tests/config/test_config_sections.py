@@ -21,13 +21,14 @@ from rollmill.config import (
 from rollmill.config.environments import EnvironmentSection
 from rollmill.config.operators import OperatorSection
 from rollmill.config.rewards import Reward
+from rollmill.config.run import StageConfig
 from rollmill.config.samplers import SamplerSection
 from rollmill.config.section import find_sections, module_sections, section_from_signature, section_tag
 from rollmill.config.task_operators import TaskOperatorSection
 from rollmill.config.tools import ToolSection
 from rollmill.config.trackers import TrackerSection
 from rollmill.config.workflows import WorkflowSection
-from rollmill.registry import import_object
+from rollmill.registry import build_component, import_object
 from rollmill.rewards import build_reward_manager, builtin
 from rollmill.rewards.grading import completion_from_text
 from rollmill.types import Task
@@ -94,6 +95,16 @@ def test_a_section_of_a_run_file_has_no_state(package: str) -> None:
         made = section.model_construct(name=section_tag(section))
         assert not made.__pydantic_private__
         assert pickle.loads(pickle.dumps(made)) == made
+
+
+def test_a_stage_works_with_a_copy_of_the_section() -> None:
+    section = StageConfig.model_validate({"pipeline": [{"name": "duplicates", "within": "run"}]}).pipeline[0]
+    as_read, built = pickle.dumps(section), build_component(section, None)
+    built.load_state_dict({"seen": ["a"]})
+    assert built.state_dict() == {"seen": ["a"]}
+    assert pickle.dumps(section) == as_read
+    assert section != built
+    assert section == type(section).model_validate(built.model_dump())
 
 
 def test_components_can_be_imported_before_the_run_file() -> None:

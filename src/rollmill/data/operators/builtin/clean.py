@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import unicodedata
 from collections.abc import Callable
 from typing import Literal, cast
@@ -57,6 +56,8 @@ class CleanTasks(TaskOperatorSection):
     def _changes(self) -> list[Change]:
         found: list[Change] = []
         if self.html:
+            import html
+
             found.append(("HTML entities", html.unescape))
         if self.unicode is not None:
             form = self.unicode
