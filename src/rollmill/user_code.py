@@ -7,6 +7,7 @@ import importlib.util
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
 from difflib import get_close_matches
 from hashlib import sha1, sha256
 from pathlib import Path
@@ -36,6 +37,21 @@ def import_object(spec: str) -> Any:
         public = [known for known in vars(module) if not known.startswith("_")]
         raise ConfigError(f"{source} defines no `{name}`{did_you_mean(name, public)}; correct the name after the colon")
     return getattr(module, name)
+
+
+def function_source(name: str, function: Callable[..., Any]) -> str | None:
+    """Return the `spec` by which `import_object` finds a function or class in another process; None if it cannot.
+
+    `name` is its name in the run file. What is registered by name is looked up in its module.
+    """
+    source, _, attribute = name.rpartition(":")
+    if source:
+        return f"{Path(source).absolute()}:{attribute}" if source.endswith((".py", STORED)) else name
+    module = sys.modules.get(function.__module__)
+    file = getattr(module, "__file__", None)
+    if file is None or function.__module__ == "__main__" or getattr(module, function.__name__, None) is not function:
+        return None
+    return f"{file}:{function.__name__}"
 
 
 def store_object(folder: Path, target: Any, name: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rollmill.rewards.function_threads import EventLoopThread
+from rollmill.concurrency import EventLoopThread
 from rollmill.rewards.judges.chat import ChatMessage, ChatModelReply, ChatSamplingParams
 
 

@@ -33,7 +33,7 @@ def test_what_a_grader_imports_has_no_sections_of_run_files() -> None:
     """They are most of the start of a process that a user's function or a schema needs nothing of."""
     program = (
         "import sys\n"
-        "import rollmill.user_code, rollmill.rewards.values, rollmill.rewards.worker_functions\n"
+        "import rollmill.user_code, rollmill.rewards.function_calls, rollmill.rewards.worker_functions\n"
         "import rollmill.rewards.text.json_schema\n"
         "assert not {'pydantic', 'torch', 'rollmill.config', 'rollmill.registry'} & set(sys.modules)"
     )

@@ -15,7 +15,7 @@ import pytest
 from reward_helpers import completion, judged, task
 
 from rollmill.errors import RewardError
-from rollmill.rewards import RewardManager, RewardResult, inline_calls
+from rollmill.rewards import RewardManager, RewardResult, function_calls
 from rollmill.rewards.builtin.python import PythonReward
 from rollmill.rewards.manager import build_reward_manager
 
@@ -78,7 +78,7 @@ def imports(task, completion):
 
 @pytest.fixture
 def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(inline_calls, "LONGEST_S", 30.0)  # a busy machine may hold up any call
+    monkeypatch.setattr(function_calls, "LONGEST_S", 30.0)  # a busy machine may hold up any call
     path = tmp_path / "functions.py"
     path.write_text(FUNCTIONS)
     return path
@@ -95,7 +95,7 @@ def run(judge: RewardManager, text: str = "") -> RewardResult:
 
 @pytest.fixture
 def cut_off_soon(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(inline_calls, "LONGEST_S", 0.05)
+    return lambda: monkeypatch.setattr(function_calls, "LONGEST_S", 0.05)
 
 
 def test_quick_calls_stay_in_this_process(functions: Path) -> None:

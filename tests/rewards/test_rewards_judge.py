@@ -19,17 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_helpers import completion, judged, task
 
+from rollmill import concurrency
+from rollmill.concurrency import MAX_STUCK_THREADS, MAX_THREADS
 from rollmill.config.rewards import GateConfig, Reward, RewardManagerConfig
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import import_file, reward
-from rollmill.rewards import RewardManager, RewardResult, build_reward_manager, function_threads
+from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 from rollmill.rewards.base import Score
 from rollmill.rewards.builtin.exact import ExactReward
 from rollmill.rewards.builtin.format import FormatReward
 from rollmill.rewards.builtin.math import MathReward
 from rollmill.rewards.builtin.python import PythonReward
 from rollmill.rewards.builtin.reasoning_gym import ReasoningGymReward
-from rollmill.rewards.function_threads import MAX_STUCK_THREADS, MAX_THREADS
 from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.values import validate_value
 from rollmill.types import Completion, Task
@@ -211,7 +212,7 @@ def test_stuck_threads_are_counted_named_and_not_unlimited(judge_of: Make, caplo
 def test_an_async_function_that_blocks_its_event_loop_is_named_with_the_line(
     judge_of: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function_threads, "BLOCKED_S", 0.1)
+    monkeypatch.setattr(concurrency, "BLOCKED_S", 0.1)
     source = "async def f(task, completion):\n    time.sleep(8)"  # its thread ends soon after the test
     with (
         judge_of(source, time_limit_s=0.05) as judge,

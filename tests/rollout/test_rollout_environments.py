@@ -13,8 +13,8 @@ from environment_pools import in_loop, pool, rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollmill.concurrency import FunctionThreads
 from rollmill.errors import EpisodeError, WorkflowError
-from rollmill.rewards.function_threads import FunctionThreads
 from rollmill.rollout.environments import StepResult
 from rollmill.rollout.environments.base import observation_text, validate_observation, validate_step
 from rollmill.types import Task

@@ -12,6 +12,7 @@ import torch
 from picture_models import FAMILIES, load_seeing
 from toys import toy_tokenizer
 
+from rollmill.concurrency import FunctionThreads
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.picture_turns import join_turns, turns_of
 from rollmill.data.renderer.call_formats import tool_result_message
@@ -19,7 +20,6 @@ from rollmill.engines.native.engine import NativeEngine
 from rollmill.errors import EngineError, WorkflowError
 from rollmill.models.hf_forward import hf_logprobs
 from rollmill.models.load import PolicyModel
-from rollmill.rewards.function_threads import FunctionThreads
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.policy import Policy
 from rollmill.rollout.recorder import Recorder

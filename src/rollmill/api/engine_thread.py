@@ -9,9 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from rollmill.concurrency import gather_or_cancel
 from rollmill.engines.base import GenerationRequest, RolloutEngine
 from rollmill.errors import EngineError
-from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.types import Completion
 
 Arguments = ParamSpec("Arguments")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+from rollmill.concurrency import retrieve_error
 from rollmill.config.rewards import Reward, RewardManagerConfig, reward_part_names
 from rollmill.errors import ConfigError, EndpointLostError, GraderLostError, RewardError, user_code_location
 from rollmill.progress import Progress, count_progress
@@ -26,7 +27,6 @@ from rollmill.rewards.base import (
     RewardTiming,
     Score,
 )
-from rollmill.rewards.function_threads import retrieve_error
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 from rollmill.waiting import patient_timeout

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from rollmill.rewards.function_threads import FunctionThreads
+from rollmill.concurrency import FunctionThreads
 from rollmill_grading.grader_pool import GraderPool, WorkerFunction
 
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from rollmill.concurrency import gather_or_cancel
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data import encode_pictures, encode_prompt, parse_completion, render_prompt
 from rollmill.data.images import image_refs_of
 from rollmill.engines.base import CompletionPrefix, GenerationRequest, RolloutEngine
 from rollmill.rewards import RewardResult
-from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout.base import OnGenerated, PartialRollout
 from rollmill.rollout.draft_cache import DraftCache, draft_from_completion

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
+from rollmill.concurrency import gather_or_cancel
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.workflows import RoleConfig
 from rollmill.data.layouts import SWITCHES
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import ContextLengthError, EpisodeError, RollmillError, WorkflowError, user_code_location
 from rollmill.rewards import RewardManager, RewardResult
-from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.policy import Policy
 from rollmill.rollout.recorder import REPETITION_KEY, Recorder

@@ -81,7 +81,7 @@ class PairwiseReward(LLMJudge):
         """Return the score of each distinct text; `counts` is its number of occurrences."""
         from statistics import fmean
 
-        from rollmill.rewards.function_threads import gather_or_cancel
+        from rollmill.concurrency import gather_or_cancel
 
         texts = sorted(counts)
         pairs = pair_opponents(len(texts), self.opponents, f"{self.seed}/{task.id}")
@@ -103,7 +103,7 @@ class PairwiseReward(LLMJudge):
         verdict."""
         from statistics import fmean
 
-        from rollmill.rewards.function_threads import gather_or_cancel
+        from rollmill.concurrency import gather_or_cancel
         from rollmill.rewards.judges.chat import UNPARSABLE, NoReplyError
 
         orders = [left, right], [right, left]

@@ -49,7 +49,7 @@ class RankingReward(LLMJudge):
         """Return the score of each distinct text; `counts` is its number of occurrences."""
         from statistics import fmean
 
-        from rollmill.rewards.function_threads import gather_or_cancel
+        from rollmill.concurrency import gather_or_cancel
         from rollmill.rewards.judges.chat import UNPARSABLE, NoReplyError
 
         texts = sorted(counts)

@@ -10,9 +10,9 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal, Protocol
 
+from rollmill.concurrency import FunctionThreads, FunctionTimeoutError
 from rollmill.rewards.code.tests import JUDGE_FAILED, OK, WRONG_ANSWER, FunctionTest, ProgramTest
 from rollmill.rewards.code.values import decode, refuse_collisions
-from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError
 from rollmill_sandbox import Sandbox, SandboxLimits
 
 

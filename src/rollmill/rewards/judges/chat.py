@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollmill.concurrency import EventLoopThread
 from rollmill.errors import ConfigError, RewardError
 from rollmill.files import lock_holder
-from rollmill.rewards.function_threads import EventLoopThread
 
 ChatMessage = dict[str, Any]
 """`role` and `content`: text, or a list of parts as OpenAI's chat API has them."""

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from rollmill.concurrency import gather_or_cancel
 from rollmill.errors import RewardError
 from rollmill.rewards.base import GATED, NO_ANSWER, NOT_APPLICABLE, TIMEOUT, RewardResult, Score, find_answer
-from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.rewards.judges.chat import (
     STOP,
     TOO_LONG,

@@ -23,10 +23,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rollmill.concurrency import EventLoopThread, gather_or_cancel
 from rollmill.errors import ConfigError, EndpointLostError, RewardError
 from rollmill.progress import Progress, count_progress
 from rollmill.rewards.base import TIMEOUT
-from rollmill.rewards.function_threads import EventLoopThread, gather_or_cancel
 from rollmill.rewards.judges.breaker import GO, PROBE, acquire_breaker, release_breaker
 from rollmill.rewards.judges.chat import STOP, ChatMessage, ChatModelReply, ChatSamplingParams, NoReplyError
 from rollmill.rewards.judges.failures import RequestFailure, RequestFailureCause, classify_error

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from rollmill.concurrency import EventLoopThread
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data.renderer import renderer_of
@@ -19,7 +20,6 @@ from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.parity_check import check_engine_parity
 from rollmill.errors import ChatTemplateError, ModelError, RewardError
 from rollmill.models.load import load_policy
-from rollmill.rewards.function_threads import EventLoopThread
 from rollmill.rewards.judges.chat import (
     LENGTH,
     STOP,

@@ -14,6 +14,7 @@ from rollmill.data.images import encode_png
 from rollmill.errors import ConfigError, EpisodeError
 from rollmill.registry import build_component, import_object
 from rollmill.types import Task
+from rollmill.user_code import function_source
 
 Observation = str | Sequence[Mapping[str, Any]]
 """The policy's input: a text, or chat messages in OpenAI's format, whose contents may be lists of parts with pictures.
@@ -209,8 +210,6 @@ def build_environment_spec(section: EnvironmentSection) -> EnvironmentSpec:
     target = type(section).function
     if target is None:
         return section
-    from rollmill.rewards.builtin.python import function_source
-
     source = function_source(section.name, target)
     if source is None:
         raise ConfigError(

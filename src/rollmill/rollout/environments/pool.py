@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from rollmill.concurrency import FunctionThreads, FunctionTimeoutError, within
 from rollmill.config.environments import EnvironmentSection
 from rollmill.errors import ConfigError, EpisodeError, RollmillError, WorkflowError
-from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError, start_user_task
 from rollmill.rollout.environments.base import (
     EnvironmentCrashError,
     EnvironmentTimeoutError,
@@ -83,8 +83,7 @@ class ThreadedEnvironment:
                 work = method if name == "close" else lambda: self._alone(lambda: method(*arguments))
                 found = await self._threads.call(f"{self._section.name}.{name}", work, limit)
             if inspect.isawaitable(found):
-                task = start_user_task(found)
-                found = await _within(task, max(limit - (loop.time() - started), 0.0))
+                found = await within(found, max(limit - (loop.time() - started), 0.0))
         except RollmillError:
             raise
         except FunctionTimeoutError:
@@ -113,19 +112,6 @@ class ThreadedEnvironment:
             return check(found, f"{type(self._target).__name__}.{name}")
         except TypeError as error:
             raise WorkflowError(str(error)) from None
-
-
-async def _within(task: asyncio.Future[Any], seconds: float) -> Any:
-    """Return the result of a task; cancel it and raise FunctionTimeoutError if it takes too long."""
-    try:
-        await asyncio.wait({task}, timeout=seconds)
-        if not task.done():
-            raise FunctionTimeoutError
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=1.0)
 
 
 Result = TypeVar("Result")

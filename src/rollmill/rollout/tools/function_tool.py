@@ -14,11 +14,11 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
+from rollmill.concurrency import FunctionThreads, FunctionTimeoutError
 from rollmill.config.section import register_section, section_from_signature, source_location
 from rollmill.config.tools import ToolSection
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.registry import Target
-from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError
 from rollmill.rollout.environments.base import picture_parts
 from rollmill.rollout.tools.toolbox import Tool, ToolCallable, ToolError
 from rollmill.types import Task

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from rollmill.concurrency import FunctionThreads
 from rollmill.config.tools import ToolSection
 from rollmill.errors import ConfigError, WorkflowError
 from rollmill.registry import build_component
-from rollmill.rewards.function_threads import FunctionThreads
 from rollmill.rollout.tools.function_tool import FunctionTool
 from rollmill.rollout.tools.toolbox import MALFORMED_CALLS, UNKNOWN_CALLS, Tool, Toolbox
 from rollmill.rollout.workflow import Rollout

@@ -1,4 +1,7 @@
-"""A bounded pool of threads for users' functions; a thread whose function does not return is abandoned."""
+"""Users' functions in threads and in an event loop of their own, so that one that blocks or hangs holds up nothing.
+
+A thread cannot be ended: one whose function does not return is abandoned. Processes can: rollmill_grading.grader_pool.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +66,7 @@ class FunctionThreads:
         self._running = 0  # threads in service: idle or busy within their limit
         self._idle = 0  # idle threads minus calls that wait for one
         self._stuck: set[_FunctionCall] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread: threading.Thread | None = None
+        self._loop = EventLoopThread(f"rollmill-{what}", closed=f"the {what} functions were closed before it answered")
 
     async def call(self, name: str, function: Callable[[], Any], time_limit_s: float) -> Any:
         """Return `function()`, or raise its exception. The time limit counts from its start.
@@ -95,54 +97,30 @@ class FunctionThreads:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         return value
 
-    async def run(self, name: str, coroutine: Coroutine[Any, Any, Any], time_limit_s: float) -> Any:
-        """Return the result of a coroutine that runs in a separate event loop, independent of the training step.
+    async def run(self, name: str, work: Awaitable[Any], time_limit_s: float) -> Any:
+        """Return the result of an awaitable in an event loop of its own, which does not stand still in a training step.
 
-        Raises RewardError (or the configured `error`) if a function blocks that loop for longer than `time_limit_s` and
-        BLOCKED_S.
+        Raises:
+            FunctionTimeoutError: it took longer than `time_limit_s`, and was cancelled.
+            RewardError: a function blocks that loop for longer than `time_limit_s` and BLOCKED_S (or the configured
+                `error`).
         """
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                thread = f"rollmill-{self._what}"
-                self._loop_thread = threading.Thread(target=_serve_loop, args=(self._loop,), name=thread, daemon=True)
-                self._loop_thread.start()
-            ended: Future[None] = Future()
-            loop = self._loop
-            future = asyncio.run_coroutine_threadsafe(_signalling(coroutine, ended), loop)
-        result = asyncio.wrap_future(future)
-        result.add_done_callback(retrieve_error)
-        try:
-            while not (await asyncio.wait({result}, timeout=time_limit_s + _TURN_S))[0]:
-                await self._require_turn(name, loop, max(time_limit_s, BLOCKED_S))
-            return await result
-        except asyncio.CancelledError:
-            result.cancel()
-            await asyncio.wait({asyncio.wrap_future(ended)}, timeout=1.0)  # let it clean up
-            raise
-        finally:
-            result.cancel()
 
-    async def _require_turn(self, name: str, loop: asyncio.AbstractEventLoop, within_s: float) -> None:
-        """Raise the configured error unless the event loop of users' functions turns in time."""
-        turned: Future[None] = Future()
-        loop.call_soon_threadsafe(turned.set_result, None)
-        for seconds in (within_s, _TURN_S):  # after this process was stopped, the loop has a moment, too
-            await asyncio.wait({asyncio.wrap_future(turned)}, timeout=seconds)
-            if turned.done():
-                return
-        place = _called_at(self._loop_thread)
-        text = f"`{name}` got no answer: an async {self._what} blocks the event loop that all of them share"
-        raise self._error(
-            f"{text}, for more than {within_s:g} s{place}; await what takes long (asyncio.to_thread), or make the "
-            "function a plain one"
-        )
+        async def require_turn() -> None:
+            within_s = max(time_limit_s, BLOCKED_S)
+            if not await self._loop.turns(within_s):
+                text = f"`{name}` got no answer: an async {self._what} blocks the event loop that all of them share"
+                raise self._error(
+                    f"{text}, for more than {within_s:g} s{self._loop.place()}; await what takes long "
+                    "(asyncio.to_thread), or make the function a plain one"
+                )
+
+        return await self._loop.run(within(work, time_limit_s), require_turn, time_limit_s + _TURN_S)
 
     def close(self) -> None:
+        """End the threads that are not stuck. May be called twice."""
+        self._loop.close(0.0)  # a function may block it
         with self._lock:
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._loop = None
             for _ in range(self._running):
                 self._calls.put(None)
             self._running = self._idle = 0
@@ -197,54 +175,35 @@ class FunctionThreads:
             raise self._error(f"{text}: {reason}; make the function stop by itself, or make it async")
 
 
-def _called_at(thread: threading.Thread | None) -> str:
-    """Describe the line of users' code at which a thread is, or nothing."""
-    frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
-    while frame is not None:
-        code = frame.f_code
-        if user_code_frame(code.co_filename):
-            return f", at {code.co_filename}:{frame.f_lineno} ({code.co_name})"
-        frame = frame.f_back
-    return ""
-
-
-def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        loop.close()
-
-
-async def _signalling(coroutine: Coroutine[Any, Any, Result], ended: Future[None]) -> Result:
-    task = asyncio.current_task()
-    assert task is not None
-    task.add_done_callback(retrieve_error)
-    try:
-        return await coroutine
-    finally:
-        ended.set_result(None)
-
-
-# An event loop in a separate thread, independent of the training step.
-
-
 class EventLoopThread:
     """Runs coroutines of any caller in one event loop; its thread starts with the first of them.
 
-    `finish` is awaited there before the loop closes.
+    Args:
+        finish: awaited there before the loop closes.
+        closed: text of the error for callers that still wait when it is closed.
     """
 
-    def __init__(self, name: str, finish: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        self._name, self._finish = name, finish
+    def __init__(
+        self,
+        name: str,
+        finish: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        closed: str = "the judge was closed before its model replied",
+    ) -> None:
+        self._name, self._finish, self._closed = name, finish, closed
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    async def run(
+        self,
+        coroutine: Coroutine[Any, Any, Result],
+        check: Callable[[], Awaitable[None]] | None = None,
+        every_s: float | None = None,
+    ) -> Result:
         """Return the coroutine's result. If the caller is cancelled, so is the coroutine, and it may clean up first.
+
+        Args:
+            check: awaited every `every_s` seconds meanwhile; what it raises is raised here.
 
         Raises RewardError if the loop is closed meanwhile.
         """
@@ -255,16 +214,46 @@ class EventLoopThread:
                 self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
                 self._thread.start()
             future = asyncio.run_coroutine_threadsafe(_signalling(coroutine, ended), self._loop)
+        result = asyncio.wrap_future(future)
+        result.add_done_callback(retrieve_error)
         try:
-            return await asyncio.wrap_future(future)
+            while check is not None and not (await asyncio.wait({result}, timeout=every_s))[0]:
+                await check()
+            return await result
         except asyncio.CancelledError:
+            result.cancel()
             await asyncio.wait({asyncio.wrap_future(ended)}, timeout=1.0)
             caller = asyncio.current_task()
             if caller is None or caller.cancelling():
                 raise
-            raise RewardError("the judge was closed before its model replied") from None
+            raise RewardError(self._closed) from None
+        finally:
+            result.cancel()
 
-    def close(self) -> None:
+    async def turns(self, within_s: float) -> bool:
+        """True unless a coroutine blocks the loop for that long."""
+        turned: Future[None] = Future()
+        with self._lock:
+            if self._loop is None:
+                return True
+            self._loop.call_soon_threadsafe(turned.set_result, None)
+        for seconds in (within_s, _TURN_S):  # after this process was stopped, the loop has a moment, too
+            await asyncio.wait({asyncio.wrap_future(turned)}, timeout=seconds)
+            if turned.done():
+                return True
+        return False
+
+    def place(self) -> str:
+        """Describe the line of users' code at which the thread is, or nothing."""
+        thread = self._thread
+        frame = sys._current_frames().get(thread.ident) if thread is not None and thread.ident is not None else None
+        while frame is not None:
+            if user_code_frame(frame.f_code.co_filename):
+                return f", at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+            frame = frame.f_back
+        return ""
+
+    def close(self, wait_s: float = 5.0) -> None:
         """Cancel running coroutines and end the thread. May be called twice."""
         with self._lock:
             loop, thread = self._loop, self._thread
@@ -272,7 +261,7 @@ class EventLoopThread:
         if loop is not None and thread is not None:
             loop.call_soon_threadsafe(loop.stop)
             if thread is not threading.current_thread():
-                thread.join(timeout=5.0)
+                thread.join(timeout=wait_s)
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -289,25 +278,48 @@ class EventLoopThread:
             loop.close()
 
 
-def start_user_task(work: Awaitable[Result]) -> asyncio.Task[Result]:
-    """Start a task for a user's awaitable. One that calls sys.exit raises RuntimeError: SystemExit would end the event
-    loop and leave every caller waiting."""
-    task = asyncio.ensure_future(_without_exit(work))
+async def _signalling(coroutine: Coroutine[Any, Any, Result], ended: Future[None]) -> Result:
+    task = asyncio.current_task()
+    assert task is not None
     task.add_done_callback(retrieve_error)
-    return task
+    try:
+        return await coroutine
+    finally:
+        ended.set_result(None)
+
+
+async def within(work: Awaitable[Result], seconds: float) -> Result:
+    """Return the result of a user's awaitable; cancel it and raise FunctionTimeoutError if it takes too long.
+
+    One that calls sys.exit or cancels itself raises RuntimeError: SystemExit would end the event loop and leave every
+    caller waiting.
+    """
+
+    async def without_exit() -> Result:
+        try:
+            return await work
+        except SystemExit as error:
+            raise RuntimeError(f"SystemExit: {error}") from error
+
+    task = asyncio.ensure_future(without_exit())
+    task.add_done_callback(retrieve_error)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise FunctionTimeoutError
+        if task.cancelled():
+            raise RuntimeError("it cancelled itself")
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=1.0)
 
 
 def retrieve_error(task: asyncio.Future[Any]) -> None:
     """Retrieve the error of a task, which nobody does where the caller was cancelled: asyncio would log it."""
     if not task.cancelled():
         task.exception()
-
-
-async def _without_exit(work: Awaitable[Result]) -> Result:
-    try:
-        return await work
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
