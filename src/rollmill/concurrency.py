@@ -1,6 +1,7 @@
 """Users' functions in threads and in an event loop of their own, so that one that blocks or hangs holds up nothing.
 
-A thread cannot be ended: one whose function does not return is abandoned. Processes can: rollmill_grading.grader_pool.
+A thread cannot be ended: one whose function does not return is abandoned. A process can
+(`rollmill_grading.worker_process`).
 """
 
 from __future__ import annotations

@@ -152,9 +152,7 @@ def _plan() -> Plan:
 def _install() -> None:
     """Once in a process: a child that was forked has its parent's hooks."""
     sys.addaudithook(_audit)
-    if any(
-        "grader_worker" in word or "worker_main" in word for word in sys.orig_argv
-    ):  # a worker for rewards or environments: starts quickly
+    if any("grader_worker" in word for word in sys.orig_argv):  # of rewards or environments: starts quickly
         return
     import sqlalchemy
     from torch.optim.optimizer import register_optimizer_step_pre_hook

@@ -99,7 +99,7 @@ def test_a_run_may_start_again_after_the_loss_of_grader_processes(monkeypatch: p
     def die(*arguments: object) -> None:
         raise grader_pool.WorkerDiedError("exit status -9")
 
-    monkeypatch.setattr(grader_pool.WorkerProcess, "ask", die)
+    monkeypatch.setattr(grader_pool.WorkerProcess, "call", die)
     with (
         build_reward_manager([MathReward(name="math")]) as judge,
         pytest.raises(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -24,7 +23,8 @@ from rollmill.config.section import _registered
 from rollmill.errors import ConfigError, EpisodeError, WorkflowError
 from rollmill.rollout.environments.pool import EnvironmentPool, RunningEnvironment
 from rollmill.types import Task
-from rollmill_grading.grader_pool import WorkerProcess
+from rollmill_grading.errors import WorkerDiedError
+from rollmill_grading.worker_process import WorkerFunction, WorkerProcess
 
 
 @pytest.fixture(autouse=True)
@@ -169,17 +169,22 @@ async def test_what_close_raises_is_told(caplog: pytest.LogCaptureFixture) -> No
     assert "environment `Hostile`: close raised ValueError: not closed" in caplog.text
 
 
-def test_what_a_process_started_ends_though_it_has_ended_before(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("import subprocess\nprint(subprocess.Popen(['sleep', '60']).pid, file=open('child', 'w'))\n")
-    with contextlib.chdir(tmp_path):
-        process = WorkerProcess(program)
-    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
-    child = psutil.Process(int((tmp_path / "child").read_text()))
+def test_what_a_process_started_ends_though_it_has_ended_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "starts_a_child.py").write_text(
+        "import os, subprocess\n\n\ndef load(setup):\n"
+        "    with open(setup, 'w') as file:\n        print(subprocess.Popen(['sleep', '60']).pid, file=file)\n"
+        "    os._exit(3)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    process = WorkerProcess()
+    with pytest.raises(WorkerDiedError, match="exit status 3"):
+        process.load(WorkerFunction("child", "starts_a_child:load"), str(tmp_path / "child"))
+    child = int((tmp_path / "child").read_text())
     process.end()
     deadline = time.monotonic() + 10
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+    while not ended(child):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from rollmill_grading.errors import FunctionRaisedError, GradingError, RemoteFunctionError
-from rollmill_grading.grader_pool import GraderPool, WorkerFunction
+from rollmill_grading.grader_pool import GraderPool
 from rollmill_grading.symbolic import ALGEBRA
+from rollmill_grading.worker_process import WorkerFunction
 
 EASY = {"gold": "2\\sqrt{3}", "answer": "\\sqrt{12}"}
 ENDLESS = {"gold": "\\sqrt{2}", "answer": "9^{9^{9^{9}}}"}

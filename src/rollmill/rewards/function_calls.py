@@ -1,6 +1,6 @@
 """Calls of users' reward functions: in this thread while they are quick, in processes, in threads, in an event loop.
 
-The processes import this module, so it imports little.
+Worker processes import this module, so it imports little.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from rollmill.errors import RewardError, user_code_location
 from rollmill.rewards.foreign_functions import adapt_function
 from rollmill.rewards.values import validate_result
 from rollmill_grading.errors import FunctionRaisedError
-from rollmill_grading.grader_pool import GraderPool, GraderResult, WorkerFunction
+from rollmill_grading.grader_pool import GraderPool
+from rollmill_grading.worker_process import GraderResult, WorkerFunction
 
 LONGEST_S = 0.05
 """Wall seconds after which a call in this thread is cut off."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from rollmill.concurrency import FunctionThreads
-from rollmill_grading.grader_pool import GraderPool, WorkerFunction
+from rollmill_grading.grader_pool import GraderPool
+from rollmill_grading.worker_process import WorkerFunction
 
 
 class SupportsClose(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from rollmill_grading.grader_pool import WorkerFunction
+from rollmill_grading.worker_process import WorkerFunction
 
 SCHEMA = WorkerFunction("schema", "rollmill.rewards.worker_functions:load_schema")
 REASONING_GYM = WorkerFunction("reasoning_gym", "rollmill.rewards.worker_functions:load_reasoning_gym")

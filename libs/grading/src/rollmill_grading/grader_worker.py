@@ -1,4 +1,4 @@
-"""The program of a grader process. It handles one request at a time; the parent can kill it, unlike a thread.
+"""The program of a `WorkerProcess`. It handles one request at a time; the parent can kill it, unlike a thread.
 
 It is run by path. It imports the standard library, and with the first `load` request the module of a function. Frames
 are a 4-byte big-endian length and a body: pickle towards this process, JSON back, because output of a process that
@@ -25,19 +25,14 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    memory_bytes = int(sys.argv[2])
-    if memory_bytes:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    serve(_handle_request)
-
-
-def serve(handle: Callable[[str, Any], dict[str, Any]]) -> None:
-    """Handle the parent's requests until it closes the pipe or ends. The first argument is the parent's process id."""
+    """Handle the parent's requests until it closes the pipe or ends. Arguments: its process id, a memory limit."""
     _die_with(int(sys.argv[1]))
+    if memory_bytes := int(sys.argv[2]):
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     requests, replies = _take_pipes()
     while len(header := requests.read(4)) == 4:
         kind, payload = pickle.loads(requests.read(struct.unpack("!I", header)[0]))
-        body = json.dumps(handle(kind, payload)).encode()
+        body = json.dumps(_handle_request(kind, payload)).encode()
         replies.write(struct.pack("!I", len(body)) + body)
         replies.flush()
 
@@ -62,7 +57,7 @@ _functions: dict[tuple[str, str], Callable[[Any], Any]] = {}
 
 
 def _handle_request(kind: str, payload: Any) -> dict[str, Any]:
-    """Answer `load`, (path, setup), and `call`, (path, setup, argument): see `WorkerFunction` in grader_pool.py."""
+    """Answer `load`, (path, setup), and `call`, (path, setup, argument): see `WorkerFunction` in worker_process.py."""
     try:
         path, setup, *arguments = payload
         if kind == "load":

@@ -26,11 +26,11 @@ from rollmill_grading.comparison import (
 from rollmill_grading.complexity import TOO_COSTLY, oversize_outcome
 from rollmill_grading.errors import GradingError
 from rollmill_grading.extraction import AnswerExtraction, FinalAnswer, extract_answer, extract_reference
-from rollmill_grading.grader_pool import GraderResult
 from rollmill_grading.options import selected_options
 from rollmill_grading.quantities import normalize_answer, strip_spaces
 from rollmill_grading.symbolic import start_comparison
 from rollmill_grading.verdict import HEDGED, NO_ANSWER, OK, Text, Verdict, answer_text, last_text
+from rollmill_grading.worker_process import GraderResult
 
 _LETTER_FORMULA = re.compile(
     r"\$\W*[A-Za-z]\W*\$|\\\(\W*[A-Za-z]\W*\\\)|\\(?:text|textbf|mathrm|mbox)\s*\{[A-Za-z .'-]{1,60}\}"

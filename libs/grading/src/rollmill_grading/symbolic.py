@@ -10,8 +10,9 @@ from itertools import chain
 
 from rollmill_grading.comparison import TRIGONOMETRY, AnswerMatchOptions, SymbolicEquality, compare_texts
 from rollmill_grading.complexity import TOO_COSTLY, is_too_costly
-from rollmill_grading.grader_pool import GraderPool, GraderResult, WorkerFunction
+from rollmill_grading.grader_pool import GraderPool
 from rollmill_grading.verdict import OK
+from rollmill_grading.worker_process import GraderResult, WorkerFunction
 
 ALGEBRA = WorkerFunction("math", "rollmill_grading.algebra:load_algebra")
 """The function that grader processes load to compare formulas."""

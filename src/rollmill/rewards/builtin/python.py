@@ -21,7 +21,7 @@ from rollmill.user_code import function_source
 if TYPE_CHECKING:
     from rollmill.rewards.function_calls import ProcessCalls, ThreadCalls
     from rollmill.rewards.resources import RewardResources
-    from rollmill_grading.grader_pool import GraderResult
+    from rollmill_grading.worker_process import GraderResult
 
 RewardFunction = Callable[..., Any]
 

@@ -274,4 +274,4 @@ class WorkerEnvironment:
             _log.warning("environment `%s`: %s", self._pool.name, error)
 
     async def _call(self, kind: str, *arguments: Any) -> Any:
-        return await asyncio.wrap_future(self._worker.submit(kind, (self._number, *arguments)))
+        return await asyncio.wrap_future(self._worker.submit(kind, self._number, *arguments))

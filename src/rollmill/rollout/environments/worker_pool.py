@@ -12,7 +12,6 @@ import queue
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,18 +24,17 @@ from rollmill.rollout.environments.base import (
     EnvironmentTimeoutError,
     build_environment_spec,
 )
-from rollmill_grading.errors import RemoteFunctionError, WorkerDiedError
-from rollmill_grading.grader_pool import WorkerProcess
+from rollmill.rollout.environments.worker_functions import ENVIRONMENTS
+from rollmill_grading.errors import GradingError, RemoteFunctionError, WorkerDiedError
+from rollmill_grading.worker_process import WorkerProcess
 
-_PROGRAM = Path(__file__).with_name("worker_main.py")
 _START_S = 120.0
 """Extra time limit for a new process to import its first environment."""
 
 
 @dataclass(slots=True)
 class _PendingCall:
-    kind: str
-    payload: tuple[Any, ...]
+    payload: tuple[Any, ...]  # its kind, the environment's number, and arguments
     answer: Future[Any] = field(default_factory=Future)
 
 
@@ -85,7 +83,7 @@ class EnvironmentWorker:
         if number not in self.episodes:
             return None
         self.episodes.discard(number)
-        closed = self.submit("close", (number,))
+        closed = self.submit("close", number)
         if self.full:
             self.retire()
         return closed
@@ -96,9 +94,13 @@ class EnvironmentWorker:
         if not self.episodes or (process is not None and not process.running):
             self._calls.put(None)
 
-    def submit(self, kind: str, payload: tuple[Any, ...]) -> Future[Any]:
-        """Call an environment's method. Failures are EpisodeError, WorkflowError or ConfigError in the future."""
-        call = _PendingCall(kind, payload)
+    def submit(self, *payload: Any) -> Future[Any]:
+        """Call an environment's method. Failures are EpisodeError, WorkflowError or ConfigError in the future.
+
+        Args:
+            payload: the kind of call, the environment's number, and arguments.
+        """
+        call = _PendingCall(payload)
         with self._lock:
             if self.ended is None:
                 self._calls.put(call)
@@ -122,7 +124,7 @@ class EnvironmentWorker:
 
     def _serve(self) -> None:
         try:
-            self._process = WorkerProcess(_PROGRAM)
+            self._process = WorkerProcess()
             while self.ended is None and (call := self._calls.get()) is not None:
                 if call.answer.set_running_or_notify_cancel():
                     self._answer(self._process, call)
@@ -135,29 +137,34 @@ class EnvironmentWorker:
             self._fail_waiting()
 
     def _answer(self, process: WorkerProcess, call: _PendingCall) -> None:
-        section = self._section
-        limit = section.time_limit_s + (_START_S if call.kind == "make" else 0.0)
+        section, kind = self._section, call.payload[0]
+        limit = section.time_limit_s + (_START_S if kind == "make" else 0.0)
         try:
-            found = process.ask(call.kind, call.payload, limit, self._too_large)
+            result = process.call(ENVIRONMENTS, call.payload, limit, watch=self._too_large)
         except WorkerDiedError as death:
-            self._finish(EnvironmentCrashError(f"the worker process ended during a {call.kind} ({death})"))
-            call.answer.set_exception(EnvironmentCrashError(f"{call.kind} ended the worker process ({death})"))
+            self._finish(EnvironmentCrashError(f"the worker process ended during a {kind} ({death})"))
+            call.answer.set_exception(EnvironmentCrashError(f"{kind} ended the worker process ({death})"))
+            return
+        except GradingError as error:  # the process cannot import rollmill, or is out of memory
+            self._finish(EnvironmentCrashError(f"the worker process failed: {error}"))
+            call.answer.set_exception(self._gone())
             return
         except Exception as error:  # the call cannot be pickled
-            call.answer.set_exception(WorkflowError(f"{call.kind}: cannot be sent to the worker process: {error}"))
+            call.answer.set_exception(WorkflowError(f"{kind}: cannot be sent to the worker process: {error}"))
             return
-        if found is None:
-            text = f"{call.kind} took longer than environment.time_limit_s ({section.time_limit_s:g} s)"
+        if result.outcome == "timeout":
+            text = f"{kind} took longer than environment.time_limit_s ({section.time_limit_s:g} s)"
             self._finish(EnvironmentCrashError(f"the worker process was ended because another episode's {text}"))
             call.answer.set_exception(
                 EnvironmentTimeoutError(f"{text}; its process was ended. Raise it, or correct the method")
             )
             return
+        found = result.value
         self.full = self.full or _memory_of(process.pid) > section.memory_gb * 2**30
         if self.full and (reason := self._too_large()) is not None:
             self._finish(EnvironmentCrashError(f"the worker process was ended: {reason}"))
         if "error" in found:
-            call.answer.set_exception(_error(call.kind, found))
+            call.answer.set_exception(_error(kind, found))
         else:
             call.answer.set_result(found["value"])
 

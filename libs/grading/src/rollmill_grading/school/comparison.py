@@ -11,7 +11,7 @@ from rollmill_grading.collection import RELATION
 from rollmill_grading.comparison import CALL_EQUATION, AnswerMatchOptions
 from rollmill_grading.complexity import oversize_outcome
 from rollmill_grading.errors import GradingError
-from rollmill_grading.grader_pool import GraderPool, GraderResult
+from rollmill_grading.grader_pool import GraderPool
 from rollmill_grading.normalization import CJK, comparison_key, has_cjk, parse_circled_digit
 from rollmill_grading.numerals import (
     CHINESE_DIGITS,
@@ -27,6 +27,7 @@ from rollmill_grading.school.question import SchoolQuestion
 from rollmill_grading.school.unit_words import UNIT_PATTERN, UnitPowers, convert_unit, load_pint, parse_units
 from rollmill_grading.symbolic import compare_answers
 from rollmill_grading.verdict import OK
+from rollmill_grading.worker_process import GraderResult
 
 # Numbers with units as pupils write them: `750千克`, `1.5万`, `2小时30分`, `三分之二`, `99-90=9（页）`.
 

@@ -13,7 +13,7 @@ from rollmill_grading.comparison import EXACT, FLOAT_ROUNDING
 from rollmill_grading.complexity import oversize_outcome
 from rollmill_grading.errors import GradingError
 from rollmill_grading.extraction import FinalAnswer, answer_section, extract_answer
-from rollmill_grading.grader_pool import GraderPool, GraderResult
+from rollmill_grading.grader_pool import GraderPool
 from rollmill_grading.normalization import comparison_key, fold_text, has_cjk
 from rollmill_grading.options import is_labelled, selected_options
 from rollmill_grading.school.answer_types import (
@@ -32,6 +32,7 @@ from rollmill_grading.school.comparison import ValueMatchOptions, compare_value
 from rollmill_grading.school.question import SchoolQuestion
 from rollmill_grading.symbolic import compare_answers
 from rollmill_grading.verdict import HEDGED, MEMORY, NO_ANSWER, OK, TIMEOUT, UNREADABLE, Text, Verdict, answer_text
+from rollmill_grading.worker_process import GraderResult
 
 Readings = tuple[str, str]
 """The text in a blank, and the value in it."""
