@@ -16,12 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollmill_grading.errors import GraderProcessLostError, GradingError, WorkerDiedError
-from rollmill_grading.worker_process import START_TIMEOUT_S, GraderResult, WorkerFunction, WorkerProcess
+from rollmill_grading.worker_process import GraderResult, WorkerFunction, WorkerProcess
 
 MEMORY_BYTES = 2 << 30
 """Address space of one grader process that evaluates a model's text."""
-_LOAD_ONLY = object()
-"""Payload of a job that only loads."""
 
 
 @dataclass(slots=True)
@@ -123,9 +121,8 @@ class _GraderThread:
         self.thread.start()
 
     def kill(self) -> None:
-        process = self.process  # its thread may end it meanwhile
-        if process is not None:
-            process.kill()
+        if self.process is not None:
+            self.process.kill()
 
     def _serve(self) -> None:
         try:
@@ -135,14 +132,15 @@ class _GraderThread:
                     self._serve_one(job)
                 self.idle = True
         finally:
-            self._end_process()
+            if self.process is not None:
+                self.process.end()
 
     def _load(self) -> None:
         """Start the process with what the pool says in advance."""
         for function, setup in self._pool.loads:
             self.idle = False
             with contextlib.suppress(Exception):  # it shows again with the first answer
-                self._grade(_Job(function, _LOAD_ONLY, START_TIMEOUT_S, setup))
+                self._live_process().load(function, setup)
         self.idle = True
 
     def _serve_one(self, job: _Job) -> None:
@@ -159,9 +157,8 @@ class _GraderThread:
     def _grade(self, job: _Job) -> GraderResult:
         for _ in range(2):
             try:
-                return self._run_job(job)
+                return self._live_process().call(job.function, job.payload, job.time_limit_s, job.setup)
             except WorkerDiedError as death:
-                self._end_process()
                 died = death
                 if self.closing:
                     raise GradingError("the grader processes were closed while this answer was scored") from None
@@ -169,17 +166,9 @@ class _GraderThread:
             f"the {job.function.name} grader died twice on this answer ({died}); is the machine out of memory?"
         )
 
-    def _run_job(self, job: _Job) -> GraderResult:
+    def _live_process(self) -> WorkerProcess:
         if self.process is None or self.process.ended:
             self.process = WorkerProcess(memory_bytes=self._pool.memory_bytes, quiet=self._pool.quiet)
         if self.closing:  # `close` sets this before it kills the process
             raise WorkerDiedError("closed")
-        if job.payload is _LOAD_ONLY:
-            self.process.load(job.function, job.setup)
-            return GraderResult("ok")
-        return self.process.call(job.function, job.payload, job.time_limit_s, job.setup)
-
-    def _end_process(self) -> None:
-        process, self.process = self.process, None
-        if process is not None:
-            process.end()
+        return self.process

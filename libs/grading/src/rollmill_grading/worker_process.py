@@ -123,13 +123,13 @@ class WorkerProcess:
     ) -> GraderResult:
         """Return a function's result; it is loaded first, with `setup`. The limit does not count that.
 
-        At the time limit, also if the process does not read the payload, and out of memory the process is ended.
+        The process is ended at the time limit, also if it does not read the payload, and when it is out of memory.
 
         Args:
             watch: called twice a second while waiting; a text that it returns is the reason to stop waiting.
 
         Raises:
-            WorkerDiedError: the process ended, sent an invalid reply, or `watch` returned a reason.
+            WorkerDiedError: the process has ended, or is ended: it sent an invalid reply, or `watch` returned a reason.
             GradingError: the function cannot be loaded, or raised.
         """
         self.load(function, setup)
@@ -160,15 +160,17 @@ class WorkerProcess:
                 return None
             if not _ready(self._popen.stdout.fileno(), select.POLLIN, left if watch is None else min(left, _WATCH_S)):
                 if watch is not None and (reason := watch()) is not None:
+                    self.end()
                     raise WorkerDiedError(reason)
                 continue
             chunk = os.read(self._popen.stdout.fileno(), _CHUNK)
             if not chunk or len(received) > _LARGEST_REPLY:
-                raise WorkerDiedError(self._ending())
+                raise WorkerDiedError(self.end())
             received += chunk
         try:
             found: dict[str, Any] = json.loads(received[4:])
         except ValueError:
+            self.end()
             raise WorkerDiedError("it sent an invalid reply") from None
         return found
 
@@ -183,7 +185,7 @@ class WorkerProcess:
                 if _ready(pipe, select.POLLOUT, left):
                     rest = rest[os.write(pipe, rest) :]
             except BrokenPipeError:
-                raise WorkerDiedError(self._ending()) from None
+                raise WorkerDiedError(self.end()) from None
         return True
 
     def kill(self) -> None:
@@ -192,18 +194,16 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):  # another thread has just waited for it
                 os.killpg(self._popen.pid, signal.SIGKILL)
 
-    def end(self) -> None:
-        """Kill it, wait for its end and close its pipes."""
-        self._ending()
+    def end(self) -> str:
+        """Kill it, wait for its end and close its pipes. Return its exit status, as text. May be called twice."""
+        self.ended = True  # while one thread waits for a process, `poll` reports it as running to others
+        self.kill()
+        status = self._popen.wait()
         for pipe in (self._popen.stdin, self._popen.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):  # unread input of a dead process
                 pipe.close()
-
-    def _ending(self) -> str:
-        self.ended = True  # while one thread waits for a process, `poll` reports it as running to others
-        self.kill()
-        return f"exit status {self._popen.wait()}"
+        return f"exit status {status}"
 
 
 def _ready(descriptor: int, event: int, seconds: float) -> bool:
