@@ -29,7 +29,12 @@ from rollmill.rollout.environments.worker_pool import EnvironmentWorker, Environ
 from rollmill.rollout.workflow import Rollout
 from rollmill.types import Task
 
-_log_in_thread = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+MAX_ENVIRONMENT_THREADS = 64
+"""Maximum number of concurrent blocking calls of environments in this process."""
+
+_log = logging.getLogger(__name__)
 
 
 class ThreadedEnvironment:
@@ -71,7 +76,7 @@ class ThreadedEnvironment:
         try:
             await self._call("close", self._target.close)
         except EpisodeError as error:
-            _log_in_thread.warning("environment `%s`: %s", self._section.name, error)
+            _log.warning("environment `%s`: %s", self._section.name, error)
 
     async def _call(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         limit, loop = self._section.time_limit_s, asyncio.get_running_loop()
@@ -112,14 +117,6 @@ class ThreadedEnvironment:
             return check(found, f"{type(self._target).__name__}.{name}")
         except TypeError as error:
             raise WorkflowError(str(error)) from None
-
-
-Result = TypeVar("Result")
-
-_log = logging.getLogger(__name__)
-
-MAX_ENVIRONMENT_THREADS = 64
-"""Maximum number of concurrent blocking calls of environments in this process."""
 
 
 @dataclass(slots=True)
