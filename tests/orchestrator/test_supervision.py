@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Ended, Forks, ended, send
+from forks import Ended, ForkedPopen, Forks, ended, send
 from tiny import metrics, outcome, tiny_run, trainer
 from waiting import wait_until
 
@@ -276,11 +276,11 @@ def test_the_process_that_trains_ends_with_the_command(server: Forks, tmp_path: 
     wait_until(lambda: ended(pid))
 
 
-def in_a_group(folder: Path) -> subprocess.Popen[str]:
+def in_a_group(folder: Path) -> ForkedPopen:
     """Start `rollmill run` as the first process of a group."""
     command = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--out", "out"]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return ForkedPopen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.slow
