@@ -253,18 +253,23 @@ def _connect() -> socket.socket:
         share_server()
     folder = Path(os.environ[FOLDER])
     address = str(folder / "socket")
+    connection = socket.socket(socket.AF_UNIX)
     with (folder / "lock").open("w") as lock:  # the server ends only while it holds it
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not os.path.exists(address):
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(address)
-                listener.listen(64)
-                command = [sys.executable, str(_HERE / "fork_server.py"), str(listener.fileno()), str(folder)]
-                nothing, environment = subprocess.DEVNULL, _ENVIRONMENT | _defaults()
-                subprocess.Popen(
-                    command, pass_fds=[listener.fileno()], stdin=nothing, stdout=nothing, env=environment,
-                    start_new_session=True,
-                )  # fmt: skip
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(address)
+        try:
+            connection.connect(address)
+        except (FileNotFoundError, ConnectionRefusedError):
+            Path(address).unlink(missing_ok=True)  # of a server that was killed
+            _start_server(folder, address)
+            connection.connect(address)
     return connection
+
+
+def _start_server(folder: Path, address: str) -> None:
+    """Start the fork server, to which processes can connect at once."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        command = [sys.executable, str(_HERE / "fork_server.py"), str(listener.fileno()), str(folder)]
+        nothing, environment, fds = subprocess.DEVNULL, _ENVIRONMENT | _defaults(), [listener.fileno()]
+        subprocess.Popen(command, pass_fds=fds, stdin=nothing, stdout=nothing, env=environment, start_new_session=True)

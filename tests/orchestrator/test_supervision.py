@@ -30,7 +30,7 @@ RL: dict[str, Any] = {
     "evaluation": None,
     "supervise": AGAIN,
 }
-HEADER = "import os, pathlib, signal, time\nimport rollmill\nfrom rollmill import errors\ncalls = 0\n"
+HEADER = "import json, os, pathlib, signal, time\nimport rollmill\nfrom rollmill import errors\ncalls = 0\n"
 OPERATOR = "@rollmill.operator\ndef mine(batch):\n    global calls\n    calls += 1\n"
 ALWAYS = "    if calls == 9:\n        pathlib.Path('failed').touch()\n    if pathlib.Path('failed').exists():\n        "
 ONCE = "    if calls == 9 and not pathlib.Path('failed').exists():\n        pathlib.Path('failed').touch()\n        "
@@ -189,7 +189,11 @@ def small_group() -> Iterator[Path]:
 def test_a_process_that_the_kernel_kills_for_its_memory_starts_again_with_smaller_micro_batches(
     server: Forks, tmp_path: Path, small_group: Path, process: str
 ) -> None:
-    moves = f"for pid in (os.getppid(), os.getpid()):\n            pathlib.Path('{small_group}').write_text(str(pid))"
+    counts = {  # whose process counts the kills
+        "the process that trains": "os.getppid()",
+        "rank 1": "json.loads(pathlib.Path('out/processes/trainer.json').read_text())['pid']",
+    }[process]
+    moves = f"for pid in ({counts}, os.getpid()):\n            pathlib.Path('{small_group}').write_text(str(pid))"
     fills = f"        {moves}\n        bytearray(1 << 30)[::4096]\n"
     end = learned_with(server, tmp_path, process, fills)
     assert end.code == 0, end.err
