@@ -46,8 +46,8 @@ class Ended:
 class ForkedPopen(subprocess.Popen[Any]):
     """A Popen of a Python program (`sys.executable`, then a file, -c or -m) that the fork server starts.
 
-    The child has a session of its own. Interpreter options but -P are not honoured: programs that need a fresh
-    interpreter use subprocess.
+    The child has a session of its own, and imports nothing from its folder, as with -P, which is the only option of the
+    interpreter that may be given: programs that need a fresh one use subprocess.
 
     Args:
         closed: of the numbers 0 to 2, those of the standard streams that the program does not get.
