@@ -88,8 +88,10 @@ class Interrupts:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-                if task.cancelled() or task.exception() is not None:
+                if task.cancelled():
                     raise Interrupted
+                if (error := task.exception()) is not None:  # by the cancellation, or of what it could not cancel
+                    raise Interrupted from error
             return task.result()
         finally:
             for pending in (task, signalled):
