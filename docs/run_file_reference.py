@@ -165,9 +165,7 @@ def _contents(headings: list[tuple[str, str]], file: str = "") -> str:
     """Returns links to headings; those of a group stand in brackets behind its name."""
     parts = []
     for group, found in groupby(headings, key=lambda each: each[0]):
-        links = ", ".join(
-            f"[{f'`{title.split()[-1]}' if ' with ' in title else title}]({file}#{_anchor(title)})" for _, title in found
-        )
+        links = ", ".join(f"[{re.sub('.*`name: ', '`', title)}]({file}#{_anchor(title)})" for _, title in found)
         parts.append(f"`{group}` ({links})" if group else links)
     return ", ".join(parts)
 
