@@ -22,7 +22,7 @@ from rollmill.config import section as parts
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 
 SLOW = pytest.mark.slow
-LONG = {f"docs/guide/{name}.md" for name in ("algorithms", "audit", "evaluation", "merge", "restarts")}
+LONG = {f"docs/guide/{name}.md" for name in ("algorithms", "audit", "evaluation", "export", "restarts")}
 """Pages whose commands train for more than a few seconds."""
 RUN_ELSEWHERE = {
     "rollmill bench runs/minimal teacher.yaml": (
