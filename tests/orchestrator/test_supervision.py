@@ -296,7 +296,7 @@ def test_a_signal_to_the_whole_group_counts_once(tmp_path: Path) -> None:
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130, said
     assert list((tmp_path / "out/checkpoints").glob("step-*")), "the second signal would end it at once"
-    assert said.count("ending after this step") == 1
+    assert said.count("ending with a checkpoint of the last step") == 1
 
 
 @pytest.mark.slow
