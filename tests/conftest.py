@@ -27,11 +27,12 @@ if "ROLLMILL_CACHE" not in os.environ:  # one for all workers of pytest
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # Ray kills for what other programs take
 
 import torch
-from forks import Forks, forks
+from forks import Forks, fork_ranks_and_workers, forks, share_server
 from hypothesis import HealthCheck, settings
 from postgres import Postgres, missing
 
 torch.set_num_threads(1)
+share_server()
 # The same examples in every run, so that chance fails none. HYPOTHESIS_PROFILE=search tries many others.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, max_examples=50
@@ -61,6 +62,7 @@ ast.parse = _parse_again
 
 def pytest_collection_finish() -> None:
     """Imported modules and tests stay, so that the garbage collector need not look at them each time."""
+    fork_ranks_and_workers()
     gc.collect()
     gc.freeze()
 

@@ -220,7 +220,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "an explorer asks for any version of the weights",
-        "remote.rollout_backend",
+        "remote.rollouts",
         "RemoteExplorer.rollout",
         "version = self._explorers.version",
         "version = 0",
@@ -241,7 +241,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "every second version is not sent",
-        "remote.rollout_backend",
+        "remote.rollouts",
         "RemoteRollouts.publish",
         "self._sender.send(version,",
         "version % 2 or self._sender.send(version,",

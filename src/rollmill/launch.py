@@ -32,7 +32,7 @@ from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.summary import summarise
 from rollmill.progress import ends_for_restart, uncounted_work
 from rollmill.remote.joined_explorers import JoinedExplorers
-from rollmill.remote.rollout_backend import ExplorerFleet
+from rollmill.remote.rollouts import ExplorerFleet
 from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST
 from rollmill.rewards.resources import close_warm_pools
 from rollmill.startup import open_missing_streams, require_usable_paths

@@ -21,7 +21,7 @@ from rollmill.models.from_scratch import save_policy
 from rollmill.models.load import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "guide" / "primitives.md"
+PAGE = ROOT / "docs" / "guide" / "python.md"
 SMALL: dict[str, Any] = {
     "rollout": {"group_size": 4, "max_new_tokens": 6},
     "trainer": {"lr": 1e-2, "precision": "fp32"},

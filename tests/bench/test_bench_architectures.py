@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from forks import ForkedPopen
+from sources import PYTHONPATH, ROOT
 
 from bench.architectures import BEGIN, END, PAGE, judged, matrix
 from bench.harness import BenchError, with_matrix
@@ -23,15 +26,15 @@ from rollmill.models import hf_forward
 from rollmill.models.load import load_policy
 from rollmill.trainer.attention import PackedAttention
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def bench(*arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit code and JSON line of `python -m bench architectures`, in a process of its own: it forks."""
     command = [sys.executable, "-m", "bench", "architectures", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+    environment, pipe = os.environ | {"PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{ROOT}"}, subprocess.PIPE
+    process = ForkedPopen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+    out, err = process.communicate()
+    assert out, err
+    return process.returncode, json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forks import ForkedPopen
 
 from rollmill.cli import main
 
@@ -242,7 +243,7 @@ def test_no_process_is_left_behind_by_ctrl_c(tmp_path: Path) -> None:
     rows.write_text('{"response": "a"}\n')
     command = [sys.executable, "-m", "rollmill", "grade", "--reward", f"{code}:slow", "--input", str(rows)]
     command += ["--output", str(out), "--option", "time_limit_s=50"]
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    run = ForkedPopen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text().endswith(" "):
         assert time.monotonic() < deadline

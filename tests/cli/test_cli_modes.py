@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from forks import ForkedPopen
 from sources import PYTHONPATH
 from tiny import tiny_run
 from toys import toy_checkpoint
@@ -56,9 +57,8 @@ def test_serve_serves_the_run_files_model(model: Path, tmp_path: Path) -> None:
     tiny_run(tmp_path, **RL, model={"path": str(model), "new": None})
     words = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--set", "mode=serve"]
     environment = os.environ | {"PYTHONPATH": PYTHONPATH}
-    process = subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    pipe = subprocess.PIPE
+    process = ForkedPopen(words, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=environment)
     try:
         assert process.stdout is not None
         key = re.search(r"shown once: (\S+)", process.stdout.readline())

@@ -46,7 +46,7 @@ def test_every_file_is_in_one_wheel(wheels: list[Path]) -> None:
     assert sources - set(packed) == set()
 
 
-def test_the_quickstart_runs_from_the_wheels(wheels: list[Path], tmp_path: Path) -> None:
+def test_the_quickstart_from_the_wheels_repairs_the_model(wheels: list[Path], tmp_path: Path) -> None:
     environment = tmp_path / "environment"
     run([sys.executable, "-m", "venv", "--without-pip", str(environment)], tmp_path)
     python = str(environment / "bin/python")
@@ -59,7 +59,10 @@ def test_the_quickstart_runs_from_the_wheels(wheels: list[Path], tmp_path: Path)
     for name in ("rollmill", *(path.parent.name for path in ROOT.glob("libs/*/src/*/__init__.py"))):
         assert run([python, "-c", f"import {name}; print({name}.__file__)"], tmp_path).startswith(str(environment))
     printed = run([str(environment / "bin/rollmill"), "quickstart", "--out", str(tmp_path / "run"), "--json"], tmp_path)
-    assert json.loads(printed)["accuracy_after"] >= 0.95
+    summary = json.loads(printed)
+    assert summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] >= 0.95
+    assert (tmp_path / "run/report.html").is_file()
 
 
 def run(command: list[str], folder: Path) -> str:

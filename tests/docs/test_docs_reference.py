@@ -98,8 +98,9 @@ def test_a_page_of_the_reference_begins_with_a_purpose_and_an_example(page: Path
     assert title.startswith("# ")
     assert purpose[0].isalpha() or purpose[0] == "`"
     examples = [yaml.safe_load(block.text) for block in blocks(page, "yaml")]
-    section = re.search(r"^# .*`(\w+)", title)
-    assert any(section is None or section[1] in example for example in examples)
+    sections = set(re.findall(r"`(\w+)", title))
+    assert examples
+    assert sections <= {key for example in examples for key in example}
     assert any("../guide/" in part for part in rest) or "](../guide/" in purpose or page.name == "README.md"
 
 

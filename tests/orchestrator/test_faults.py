@@ -92,7 +92,7 @@ def test_interrupted_once_writes_a_checkpoint_and_resumes_exactly(
     assert server.reaches(lambda: steps(tmp_path / "out") >= after)
     assert send(server.pid, number)
     end = server.wait()
-    clean(end, 130, "ending after this step", "interrupted")
+    clean(end, 130, "ending with a checkpoint of the last step", "interrupted")
     assert "go on with: rollmill resume out" in end.out
     assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "interrupted"
     newest = max((tmp_path / "out/checkpoints").glob("step-*"))
@@ -143,7 +143,7 @@ def test_interrupted_twice_ends_at_once_with_older_checkpoints_whole(server: For
     (tmp_path / "slow").touch()
     wait_until((tmp_path / "begun").exists)
     send(server.pid, signal.SIGINT)
-    wait_until(lambda: "ending after this step" in server.output())
+    wait_until(lambda: "ending with a checkpoint of the last step" in server.output())
     assert not ended(server.pid), "the first Ctrl-C waits for the rewards"
     send(server.pid, signal.SIGINT)
     assert server.reaches(lambda: False, limit_s=30) is False, "the second does not"

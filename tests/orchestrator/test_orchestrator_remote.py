@@ -91,7 +91,7 @@ class Trainer:
         working = asyncio.ensure_future(self.explorer.work())
         try:
             await self.batches.roll_out(version)
-            taken = await self.batches.collect(version)
+            taken = await self.batches.take(version)
         finally:
             working.cancel()
         assert all(version - each.oldest_version <= self.config.max_staleness for each in taken)
@@ -153,7 +153,7 @@ def test_groups_that_others_put_into_the_buffer_end_the_wait() -> None:
         assert not waits.done()
         store.put([group("b", version=3)])
         await waits
-        taken = await trainer.batches.collect(3)
+        taken = await trainer.batches.take(3)
         assert list(dict.fromkeys(each.group for each in taken)) == ["a", "b"]
         assert trainer.batches.metrics()["raw/late"] == 1
         await trainer.batches.close()

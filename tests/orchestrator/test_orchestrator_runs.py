@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from tiny import GRPO, HELD_OUT, SFT, tiny_run
 
 from rollmill.config.monitor import MonitorConfig
 from rollmill.config.run import StageConfig
-from rollmill.errors import RewardError
+from rollmill.errors import RewardError, TrainingError
 from rollmill.launch import run
+from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.missing_verdicts import rewards_without_verdict
 from rollmill.orchestrator.monitor import Monitor
+from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.stuck_run import StuckDetector
 from rollmill.registry import import_file
 from rollmill.trackers import read_metrics
@@ -253,3 +257,36 @@ def test_evaluations_are_stored(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "out/evaluations" / files[-1]).read_text().splitlines()]
     assert [row["task_id"] for row in rows] == [f"rows:{index}" for index in range(6)]
     assert all(row["reward"] is not None for row in rows)
+
+
+def test_weights_of_no_step_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that has begun goes on after Ctrl-C, and may fail then: its weights belong to no step."""
+
+    async def fails_after_ctrl_c(stage: Stage, *_: object) -> None:
+        stage.updating = True
+        raise Interrupted from TrainingError("not finite")
+
+    monkeypatch.setattr("rollmill.orchestrator.orchestrator.train", fails_after_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        started(tmp_path, **RL, evaluation=None)
+    assert not (tmp_path / "out/checkpoints").exists()
+
+
+def test_guarded_work_that_fails_after_an_interrupt_names_its_error() -> None:
+    asyncio.run(_guarded())
+
+
+async def _guarded() -> None:
+    interrupts = Interrupts()
+
+    async def cannot_be_cancelled() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        raise TrainingError("not finite")
+
+    with interrupts.installed():
+        interrupts.request()
+        interrupts.requested = False  # it comes while the work is under way
+        with pytest.raises(Interrupted) as caught:
+            await interrupts.guard(cannot_be_cancelled())
+    assert isinstance(caught.value.__cause__, TrainingError)

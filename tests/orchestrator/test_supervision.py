@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Ended, Forks, ended, send
+from forks import Ended, ForkedPopen, Forks, ended, send
 from tiny import metrics, outcome, tiny_run, trainer
 from waiting import wait_until
 
@@ -30,7 +30,7 @@ RL: dict[str, Any] = {
     "evaluation": None,
     "supervise": AGAIN,
 }
-HEADER = "import os, pathlib, signal, time\nimport rollmill\nfrom rollmill import errors\ncalls = 0\n"
+HEADER = "import json, os, pathlib, signal, time\nimport rollmill\nfrom rollmill import errors\ncalls = 0\n"
 OPERATOR = "@rollmill.operator\ndef mine(batch):\n    global calls\n    calls += 1\n"
 ALWAYS = "    if calls == 9:\n        pathlib.Path('failed').touch()\n    if pathlib.Path('failed').exists():\n        "
 ONCE = "    if calls == 9 and not pathlib.Path('failed').exists():\n        pathlib.Path('failed').touch()\n        "
@@ -189,7 +189,11 @@ def small_group() -> Iterator[Path]:
 def test_a_process_that_the_kernel_kills_for_its_memory_starts_again_with_smaller_micro_batches(
     server: Forks, tmp_path: Path, small_group: Path, process: str
 ) -> None:
-    moves = f"for pid in (os.getppid(), os.getpid()):\n            pathlib.Path('{small_group}').write_text(str(pid))"
+    counts = {  # whose process counts the kills
+        "the process that trains": "os.getppid()",
+        "rank 1": "json.loads(pathlib.Path('out/processes/trainer.json').read_text())['pid']",
+    }[process]
+    moves = f"for pid in ({counts}, os.getpid()):\n            pathlib.Path('{small_group}').write_text(str(pid))"
     fills = f"        {moves}\n        bytearray(1 << 30)[::4096]\n"
     end = learned_with(server, tmp_path, process, fills)
     assert end.code == 0, end.err
@@ -276,11 +280,11 @@ def test_the_process_that_trains_ends_with_the_command(server: Forks, tmp_path: 
     wait_until(lambda: ended(pid))
 
 
-def in_a_group(folder: Path) -> subprocess.Popen[str]:
+def in_a_group(folder: Path) -> ForkedPopen:
     """Start `rollmill run` as the first process of a group."""
     command = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--out", "out"]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return ForkedPopen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.slow
@@ -292,7 +296,7 @@ def test_a_signal_to_the_whole_group_counts_once(tmp_path: Path) -> None:
     _, said = run.communicate(timeout=60)
     assert run.returncode == 130, said
     assert list((tmp_path / "out/checkpoints").glob("step-*")), "the second signal would end it at once"
-    assert said.count("ending after this step") == 1
+    assert said.count("ending with a checkpoint of the last step") == 1
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,9 @@ def tokens(run: Path, kind: str) -> list[Any]:
 
 def test_synchronous_explorers_on_ray_compute_the_same(tmp_path: Path) -> None:
     here = ran(tmp_path, "here")
-    there = ran(tmp_path, "there", placement={"name": "ray", "explorers": 2})
+    path, there = tiny_run(tmp_path, placement={"name": "ray", "explorers": 2}), tmp_path / "there"
+    command = [sys.executable, "-m", "rollmill", "run", path, "--out", there]
+    subprocess.run(command, check=True, capture_output=True)  # Ray itself starts its workers: see forks.py
     for kind in ("rollouts", "evaluations"):
         assert len(tokens(here, kind)) > 20
         assert tokens(there, kind) == tokens(here, kind)

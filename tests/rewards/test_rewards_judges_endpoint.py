@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from chat_server import Answer, chat_server, failing, shown
+from forks import ForkedPopen
 from reward_helpers import completion, judged, task
 from tiny import tiny_run
 
@@ -349,7 +350,7 @@ def test_an_interrupt_ends_grading(tmp_path: Path) -> None:
     with chat_server([Answer(SEVEN, delay_s=600)]) as server:
         options = ["--option", f"endpoint={server.url}", "--option", "model=m"]
         argv = [sys.executable, "-m", "rollmill", "grade", "--reward", "judge", "--input", str(rows), *options]
-        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = ForkedPopen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         while len(server.requests) < 8 and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from picture_models import load_seeing, noise_picture, picture_prompt
+from rank_processes import RANKS, computed_by_ranks
 from torch import Tensor
 from toys import toy_model
 
@@ -30,7 +26,7 @@ from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
 from rollmill.trainer.model_setup import evaluation_mode, set_gradient_checkpointing
 from rollmill.types import Experience, experience_from_demonstration
 
-CPU, RANKS, DEADLINE_S = torch.device("cpu"), 2, 200
+CPU = torch.device("cpu")
 #: latent attention, softcap and window, sinks, chunks and positions from the cache, experts of attention
 ARCHITECTURES = ("deepseek_v3", "gemma2", "gpt_oss", "llama4_text", "jetmoe", "phimoe")
 ONE_KEY_HEAD, REPLAYED, CHECKPOINTED, SEEING = "one key head", "replayed", "checkpointed", ("qwen3_vl", "gemma3")
@@ -100,15 +96,8 @@ def computed(job: Job, ranks: RankGroup) -> Result:
     return found, {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-def _process(rank: int, folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    torch.set_num_threads(1)
-    method, timeout = f"file://{folder / 'rendezvous'}", timedelta(seconds=DEADLINE_S)
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=RANKS, timeout=timeout)
-    jobs = pickle.loads((folder / "jobs").read_bytes())
-    results = {case: computed(job, RankGroup(rank, RANKS, "context")) for case, job in jobs.items()}
-    dist.destroy_process_group()
-    (folder / f"results-{rank}").write_bytes(pickle.dumps(results))
+def _of_rank(rank: int, jobs: dict[str, Job]) -> dict[str, Result]:
+    return {case: computed(job, RankGroup(rank, RANKS, "context")) for case, job in jobs.items()}
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +105,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Result]
     """Of one rank and of each of two, by case."""
     folder = tmp_path_factory.mktemp("ranks")
     jobs = {case: job_of(case, folder) for case in CASES}
-    (folder / "jobs").write_bytes(pickle.dumps(jobs))
-    torch.multiprocessing.spawn(_process, (folder,), nprocs=RANKS)
-    pair = [pickle.loads((folder / f"results-{rank}").read_bytes()) for rank in range(RANKS)]
+    pair = computed_by_ranks(_of_rank, jobs, folder)
     return {case: computed(job, RankGroup()) for case, job in jobs.items()}, pair
 
 

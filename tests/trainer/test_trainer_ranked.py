@@ -6,6 +6,7 @@ import copy
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from rollmill.models.lora import add_lora
 from rollmill.registry import import_file
 from rollmill.trackers.heartbeat import read_heartbeats
 from rollmill.trainer import DistributedTrainer
+from rollmill.trainer.distributed import rank_handle
 from rollmill.trainer.distributed.fsdp import local_shards
 from rollmill.trainer.distributed.rank_handle import ProcessRankHandle, ProcessRankLauncher
 from rollmill.trainer.distributed.ranks import RankGroup
@@ -51,6 +53,12 @@ def ranked(model: nn.Module, logs: Path, **config: Any) -> Iterator[DistributedT
         yield trainer
     finally:
         trainer.close()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks in interpreters of their own, as users have them; forks.py has the others forked."""
+    monkeypatch.setattr(rank_handle, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +121,7 @@ def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp
 @pytest.mark.parametrize(
     "sharding", ["fsdp", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("tensor", "context"))]
 )
+@pytest.mark.usefixtures("fresh")
 def test_two_ranks_go_on_where_one_was(steps: Any, alone: Alone, tmp_path: Path, sharding: str) -> None:
     model = copy.deepcopy(alone.model)
     with ranked(model, tmp_path, sharding=sharding) as pair:
@@ -202,6 +211,7 @@ def test_a_rank_that_hangs_is_named_at_the_deadline(toy: Any, steps: Any, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh")
 def test_a_rank_that_waits_in_the_rendezvous_ends_with_rank_0(
     toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import copy
-import os
-import pickle
-import sys
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from algorithm_batches import flat, options_of, record, trainer_of
 from picture_models import load_seeing, noise_picture, picture_prompt
+from rank_processes import RANKS, computed_by_ranks
 from torch import Tensor
 
 from rollmill.models.load import PolicyModel
 from rollmill.trainer.distributed.ranks import RankGroup, Sharding
 from rollmill.types import Experience, ExperienceSource
 
-RANKS, DEADLINE_S = 2, 200
 SEEDS = range(20)
 FAMILIES = ["idefics3", "llava", "qwen2_vl", "qwen3_vl"]
 FROZEN: list[list[str]] = [["vision"], [], ["vision", "projector"]]
@@ -77,17 +70,12 @@ def learned(job: Job, ranks: RankGroup) -> Result:
     return metrics, {name: flat(model) - before[name] for name, model in models.items()}
 
 
-def _process(rank: int, folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    torch.set_num_threads(1)
-    method, timeout = f"file://{folder / 'rendezvous'}", timedelta(seconds=DEADLINE_S)
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=RANKS, timeout=timeout)
-    results = {}
-    jobs = pickle.loads((folder / "jobs").read_bytes())
-    for sharding, seeds in SHARDINGS.items():
-        results |= {(seed, sharding): learned(jobs[seed], RankGroup(rank, RANKS, sharding)) for seed in seeds}
-    dist.destroy_process_group()
-    (folder / f"results-{rank}").write_bytes(pickle.dumps(results))
+def _of_rank(rank: int, jobs: dict[int, Job]) -> dict[Any, Result]:
+    return {
+        (seed, sharding): learned(jobs[seed], RankGroup(rank, RANKS, sharding))
+        for sharding, seeds in SHARDINGS.items()
+        for seed in seeds
+    }
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +95,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, Result]
             "algorithm": ALGORITHMS[seed % 5 == 0],
             "settings": settings | {"gradient_checkpointing": seed % 3 == 0},
         }
-    (folder / "jobs").write_bytes(pickle.dumps(jobs))
-    torch.multiprocessing.spawn(_process, (folder,), nprocs=RANKS)
+    pair = computed_by_ranks(_of_rank, jobs, folder)
     alone = {seed: learned(job, RankGroup()) for seed, job in jobs.items()}
-    return alone, [pickle.loads((folder / f"results-{rank}").read_bytes()) for rank in range(RANKS)]
+    return alone, pair
 
 
 @pytest.mark.slow

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 from algorithm_batches import batch_for, flat, options_of, record, trainer_of
+from rank_processes import RANKS, computed_by_ranks
 from torch import Tensor
 
 from rollmill.errors import TrainingError
@@ -43,7 +36,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 DTYPES = {"fp32": torch.float32, "float64": torch.float64}
 BOUNDS = {"fp32": 1e-5, "float64": 1e-10}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "experts_implementation": "eager"}
-RANKS, DEADLINE_S = 2, 200
 CONFIG: dict[str, Any] = {"updates_per_batch": 2, "micro_batch_tokens": 30, "eps": 1e-4}
 
 
@@ -79,17 +71,16 @@ def _models(trainer: Trainer | RewardTrainer) -> dict[str, Any]:
     return {"policy": trainer.model} | ({"critic": trainer._critic.model} if trainer._critic else {})
 
 
-def _process(rank: int, folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    torch.set_num_threads(1)
-    with _group(rank, folder):
-        results = {}
-        for sharding in SHARDINGS:
-            ranks = RankGroup(rank, RANKS, sharding)
-            jobs = pickle.loads((folder / "jobs").read_bytes())
-            results |= {(*key, sharding): _learn(job, ranks) for key, job in jobs.items() if _runs(*key, sharding)}
-        results["not finite"] = _not_finite(pickle.loads((folder / "jobs").read_bytes())["grpo", "fp32"], rank)
-    (folder / f"results-{rank}").write_bytes(pickle.dumps(results))
+def _of_rank(rank: int, jobs: dict[Any, dict[str, Any]]) -> dict[Any, Any]:
+    results: dict[Any, Any] = {}
+    for sharding in SHARDINGS:
+        ranks = RankGroup(rank, RANKS, sharding)
+        # a job's models and batches change as it is learned from
+        for key, job in pickle.loads(pickle.dumps(jobs)).items():
+            if _runs(*key, sharding):
+                results[*key, sharding] = _learn(job, ranks)
+    results["not finite"] = _not_finite(jobs["grpo", "fp32"], rank)
+    return results
 
 
 def _not_finite(job: dict[str, Any], rank: int) -> str:
@@ -104,29 +95,6 @@ def _not_finite(job: dict[str, Any], rank: int) -> str:
     with pytest.raises(TrainingError) as error:
         _learn(job, RankGroup(rank, RANKS))
     return str(error.value)
-
-
-@contextmanager
-def _group(rank: int, folder: Path) -> Iterator[None]:
-    method, timeout = f"file://{folder / 'rendezvous'}", timedelta(seconds=DEADLINE_S)
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=RANKS, timeout=timeout)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _spawned(folder: Path, jobs: dict[Any, Any]) -> list[dict[Any, Result]]:
-    (folder / "jobs").write_bytes(pickle.dumps(jobs))
-    running = torch.multiprocessing.spawn(_process, (folder,), nprocs=RANKS, join=False)
-    end = time.monotonic() + DEADLINE_S
-    try:
-        while not running.join(timeout=max(end - time.monotonic(), 0)):  # returns at the end of each process, too
-            assert time.monotonic() < end, f"the processes did not end within {DEADLINE_S} s"
-    finally:
-        for process in running.processes:
-            process.kill()
-    return [pickle.loads((folder / f"results-{rank}").read_bytes()) for rank in range(RANKS)]
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +112,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, toy: Any, make_batch: Any)
             for batch in steps:
                 record(model, batch, 3e-4 if name == "gspo" else 0.2)
             jobs[name, dtype] = {"model": model, "reference": reference, "options": options, "batches": steps}
-    pair = _spawned(tmp_path_factory.mktemp("ranks"), jobs)
+    pair = computed_by_ranks(_of_rank, jobs, tmp_path_factory.mktemp("ranks"))
     return {key: _learn(job) for key, job in jobs.items()}, pair
 
 

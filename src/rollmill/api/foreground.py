@@ -20,7 +20,7 @@ from rollmill.trackers.run_views import RunView, make_view
 from rollmill.types import Experience
 
 _POLL_S = 0.2
-_ENDING = "ending after this step, with a checkpoint; interrupt again to leave at once"
+_ENDING = "ending with a checkpoint of the last step; interrupt again to leave at once"
 Result = TypeVar("Result")
 Work = Callable[[RunView, Interrupts], Result]
 

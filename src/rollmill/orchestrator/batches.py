@@ -114,7 +114,7 @@ class RolloutBatches:
         return [experience for group in self._taken for experience in group.experiences]
 
     def peek(self) -> list[Experience] | None:
-        """Return the experiences that `collect` will return, perhaps without rewards; None while completions are
+        """Return the experiences that `take` will return, perhaps without rewards; None while completions are
         missing, or others may take their place: there is a pipeline, or groups wait in the buffer."""
         if len(self._pipeline) or self._store.waiting():
             return None
@@ -124,7 +124,7 @@ class RolloutBatches:
         left = [accepted(group) for group in groups]
         return [each for group in left for each in group] if all(left) else None
 
-    async def collect(self, version: int) -> list[Experience]:
+    async def take(self, version: int) -> list[Experience]:
         """Return the verified experiences of one batch of groups, once they have rewards.
 
         Raises:

@@ -1,4 +1,7 @@
-"""Handles Ctrl-C, SIGTERM and SIGHUP: the first stops the run cleanly with a checkpoint, the second at once."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP: the first is an Interrupted at the next wait, the second ends the run at once.
+
+`Orchestrator._stage` answers an Interrupted with a checkpoint, and `launch.py` with the message and the exit code.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from rollmill.startup import ending_signals
 
 T = TypeVar("T")
 
-_ENDING = b"\nending after this step, with a checkpoint; press Ctrl-C again to end at once\n"
+_ENDING = b"\nending with a checkpoint of the last step; press Ctrl-C again to end at once\n"
 
 
 class Interrupted(Exception):  # noqa: N818  not an error
@@ -88,8 +91,10 @@ class Interrupts:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
-                if task.cancelled() or task.exception() is not None:
+                if task.cancelled():
                     raise Interrupted
+                if (error := task.exception()) is not None:  # by the cancellation, or of what it could not cancel
+                    raise Interrupted from error
             return task.result()
         finally:
             for pending in (task, signalled):

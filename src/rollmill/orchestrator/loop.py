@@ -2,11 +2,13 @@
 
     tasks -> rollouts -> rewards -> pipeline -> buffer -> batch -> advantages -> optimizer steps -> weights
 
-Rewards, pipeline and buffer are steps of the batch source (batches.py), advantages and optimizer steps of the trainer
+The explorer scores each completion as soon as it ends (rollout/explorer.py); the batches wait for the rewards, and pass
+groups through the pipeline into the buffer (batches.py); advantages and optimizer steps are the trainer's
 (trainer/trainer.py). Synchronous, one-step-off-policy, asynchronous, partial and remote rollouts all run this loop.
-They differ in three places outside it: how far ahead the scheduler may start rollouts (`max_staleness`, scheduler.py),
-what ends a step's rollouts (all of them, the first ones, or a token budget; scheduler.py), and which process rolls out
-(the stage's rollout backend, stages.py).
+They differ in three places outside it: how far ahead the scheduler may start rollouts (`max_staleness`, scheduler.py;
+in this process only rewards overlap with the update, since the engine waits for it), what ends a step's rollouts (all
+of them, the first ones, or a token budget; scheduler.py), and which process rolls out (rollouts.py here and in
+remote/).
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ async def train(stage: Stage, callbacks: Sequence[LoopCallback], interrupts: Int
     """Make the remaining steps of a stage.
 
     Raises:
-        Interrupted: the user asked to stop. A step counts as made, or has left the state as it was.
+        Interrupted: the user asked to stop. What a step does before its update is cancelled; an update that has
+            begun is finished and counts, and its callbacks run before the stage ends.
         RollmillError: whatever stopped a step, or a callback.
     """
     for each in callbacks:
@@ -70,8 +73,8 @@ async def train_step(stage: Stage, callbacks: Sequence[LoopCallback] = ()) -> Tr
 async def collect(stage: Stage) -> list[Experience]:
     """Collect the experiences of the next step: rollouts made here, replayed groups and demonstrations.
 
-    Without rollouts (SFT, DPO) demonstrations alone. Where the pipeline drops groups, `batches.collect` rolls out
-    others in their place. While rewards are awaited, the trainer makes the passes that need none.
+    Without rollouts (SFT, DPO) demonstrations alone. Where the pipeline drops groups, `batches.take` rolls out others
+    in their place. While rewards are awaited, the trainer makes the passes that need none.
     """
     batches, algorithm = stage.batches, stage.config.algorithm
     if batches is None:
@@ -86,7 +89,7 @@ async def collect(stage: Stage) -> list[Experience]:
         await asyncio.sleep(0)  # rewards begin
         if (unscored := batches.peek()) is not None:
             await _precompute(stage, unscored + others)
-    return await batches.collect(stage.version) + others
+    return await batches.take(stage.version) + others
 
 
 async def _demonstrations(stage: Stage, count: int) -> list[Experience]:

@@ -27,8 +27,8 @@ class TrainingStep:
 class LoopCallback:
     """Base of what happens around the steps: evaluation, metrics, warnings, users' callbacks, checkpoints.
 
-    A subclass overrides the events that it needs. An exception ends the run; after a step that was made, a checkpoint
-    of it is written first where that is possible.
+    A subclass overrides the events that it needs. An exception ends the run; a checkpoint of the last step is written
+    first if the error may pass, or is that of a user's callback.
     """
 
     async def on_stage_begin(self, stage: Stage) -> None:

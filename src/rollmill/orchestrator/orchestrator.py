@@ -71,6 +71,7 @@ class Orchestrator:
         evaluation = EvaluationSchedule(
             config, stages, self.state, monitor, control, self._evaluations, self._checkpointing
         )
+        # In this order: the recorder counts the step for those after it, and only a step with its records is stored.
         self._callbacks: list[LoopCallback] = [
             evaluation,
             StepRecorder(self.state, monitor, evaluation, self._checkpointing),
@@ -127,8 +128,8 @@ class Orchestrator:
                 try:
                     await train(stage, self._callbacks, self._interrupts)
                 except Exception as error:
-                    unchanged = is_recoverable(error) and not stage.updating
-                    if isinstance(error, Interrupted | CallbackError) or unchanged:
+                    whole = not stage.updating  # else the weights are those of no step
+                    if whole and (isinstance(error, Interrupted | CallbackError) or is_recoverable(error)):
                         await self._checkpointing.save_after(error, stage)
                     raise
                 await self._checkpointing.finish_stage(stage, is_last=config is self._stages[-1])

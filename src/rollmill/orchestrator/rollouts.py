@@ -1,6 +1,6 @@
 """Rollouts of a stage: the protocol of what makes them, and those made in this process.
 
-Explorers in other processes have the same interface (`remote/rollout_backend.py`).
+Explorers in other processes have the same interface (`remote/rollouts.py`).
 """
 
 from __future__ import annotations

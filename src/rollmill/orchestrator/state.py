@@ -1,4 +1,8 @@
-"""Progress of a run: the part of a checkpoint besides weights and optimizer, and the basis of the summary."""
+"""Progress of a run: the part of a checkpoint besides weights and optimizer, and the basis of the summary.
+
+`Stage._mark_boundary` (stages.py) fills the state of a stage after each step, with the help of scheduler, buffer and
+pipeline; `Stage.snapshot` adds the groups that wait.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from rollmill.errors import RollmillError
 from rollmill.orchestrator.stages import Stage
 from rollmill.remote.connection import LOST, ConnectedWorker, accept_worker
-from rollmill.remote.rollout_backend import RemoteRollouts, WeightTransport
+from rollmill.remote.rollouts import RemoteRollouts, WeightTransport
 from rollmill.remote.run_state import EXPLORER, TRAINER_STATUS, TrainerStatus, describe_explorers
 from rollmill.remote.scaling import (
     LEAVE_S,

@@ -12,7 +12,7 @@ from rollmill.config.placement import ExplorerSpec, RayPlacement
 from rollmill.orchestrator.stages import Stage
 from rollmill.ray_session import host_address, join, ray_module
 from rollmill.remote.explorer_worker import ExplorerWorker
-from rollmill.remote.rollout_backend import RemoteRollouts, WeightTransport
+from rollmill.remote.rollouts import RemoteRollouts, WeightTransport
 from rollmill.remote.run_state import EXPLORER, WEIGHTS
 from rollmill.remote.scaling import LEAVE_S, count_explorers
 from rollmill.remote.stage_worker import WorkerSetup

@@ -24,7 +24,7 @@ from rollmill.plugins import call_hook
 from rollmill.ray_session import abandon_ray, join, ray_module
 from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
 from rollmill.remote.ray_scaling import ExplorerActors, ExplorerScaling, explorer_needs, number_of_explorers
-from rollmill.remote.rollout_backend import remove_stale_weights
+from rollmill.remote.rollouts import remove_stale_weights
 from rollmill.remote.trainer_actor import Execute, RunEnded, RunStalled, TrainerActor, ViewCall
 from rollmill.remote.worker_pool import SHUTDOWN_S, START_S
 from rollmill.supervision.budget import RestartBudget

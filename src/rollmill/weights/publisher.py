@@ -1,7 +1,7 @@
 """Weight publishing: brings the trainer's weights to engines and announces the version.
 
 `InPlacePublisher` serves engines that share the trainer's parameters, `TransferPublisher` those in a process of
-their own. `remote/rollout_backend.py` sends weights to explorers in other processes.
+their own. `remote/rollouts.py` sends weights to explorers in other processes.
 `WeightSender` and `WeightReceiver` are the interfaces of all transports.
 """
 

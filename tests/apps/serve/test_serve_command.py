@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from forks import ForkedPopen
 from sources import PYTHONPATH
 from toys import toy_checkpoint
 
@@ -26,19 +27,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    running: list[subprocess.Popen[str]] = []
+def started() -> Iterator[list[ForkedPopen]]:
+    running: list[ForkedPopen] = []
     yield running
     for process in running:
         process.kill()
         process.communicate()
 
 
-def start(running: list[subprocess.Popen[str]], *arguments: object) -> tuple[subprocess.Popen[str], str, str]:
+def start(running: list[ForkedPopen], *arguments: object) -> tuple[ForkedPopen, str, str]:
     """A server, its address and its key."""
     words = [sys.executable, "-m", "rollmill", "serve", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": PYTHONPATH}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = ForkedPopen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     running.append(process)
     assert process.stdout is not None
     printed = ""
@@ -51,7 +52,7 @@ def start(running: list[subprocess.Popen[str]], *arguments: object) -> tuple[sub
 
 @pytest.mark.slow
 def test_a_checkpoint_is_served_recorded_and_ends_cleanly(
-    model: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+    model: Path, tmp_path: Path, started: list[ForkedPopen]
 ) -> None:
     process, address, key = start(started, model, "--port", 0, "--record", tmp_path / "kept", "--name", "mine")
     assert key.startswith("sk-")
@@ -70,7 +71,7 @@ def test_a_checkpoint_is_served_recorded_and_ends_cleanly(
 
 @pytest.mark.slow
 def test_variables_of_the_template_are_set_for_all_requests_without_their_own(
-    tmp_path: Path, started: list[subprocess.Popen[str]]
+    tmp_path: Path, started: list[ForkedPopen]
 ) -> None:
     folder = toy_checkpoint(tmp_path / "toy", "qwen3")
     text = (
@@ -138,7 +139,7 @@ def test_what_holds_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_several_clients_are_served_and_no_key_is_printed(
-    model: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+    model: Path, tmp_path: Path, started: list[ForkedPopen]
 ) -> None:
     (tmp_path / "keys.yaml").write_text("ann: sk-1\nbob: {key: sk-2, requests_per_minute: 1}\n")
     process, address, key = start(started, model, "--port", 0, "--keys", tmp_path / "keys.yaml")

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from feedback_runs import everything, make_run
+from forks import ForkedPopen
 from sources import PYTHONPATH
 
 from rollmill.apps.studio.feedback import open_feedback
@@ -27,19 +28,19 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    running: list[subprocess.Popen[str]] = []
+def started() -> Iterator[list[ForkedPopen]]:
+    running: list[ForkedPopen] = []
     yield running
     for process in running:
         process.kill()
         process.communicate()
 
 
-def start(running: list[subprocess.Popen[str]], *arguments: object) -> tuple[subprocess.Popen[str], str]:
+def start(running: list[ForkedPopen], *arguments: object) -> tuple[ForkedPopen, str]:
     """A server, and the address it prints."""
     words = [sys.executable, "-m", "rollmill", "feedback", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": PYTHONPATH}
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process = ForkedPopen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     running.append(process)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -49,7 +50,7 @@ def start(running: list[subprocess.Popen[str]], *arguments: object) -> tuple[sub
 
 
 @pytest.mark.slow
-def test_it_serves_until_it_is_interrupted(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
+def test_it_serves_until_it_is_interrupted(run_dir: Path, started: list[ForkedPopen]) -> None:
     process, address = start(started, run_dir, "--port", 0, "--author", "ann")
     with httpx.Client(base_url=address, timeout=60) as client:
         assert 'value="ann"' in client.get("/", headers={"accept": "text/html"}).text
@@ -62,7 +63,7 @@ def test_it_serves_until_it_is_interrupted(run_dir: Path, started: list[subproce
 
 
 @pytest.mark.slow
-def test_what_was_answered_survives_a_kill(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
+def test_what_was_answered_survives_a_kill(run_dir: Path, started: list[ForkedPopen]) -> None:
     process, address = start(started, run_dir, "--port", 0)
     ids = []
     with httpx.Client(base_url=address, timeout=60) as client:
@@ -75,7 +76,7 @@ def test_what_was_answered_survives_a_kill(run_dir: Path, started: list[subproce
 
 
 @pytest.mark.slow
-def test_other_addresses_get_a_warning_and_a_token(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
+def test_other_addresses_get_a_warning_and_a_token(run_dir: Path, started: list[ForkedPopen]) -> None:
     process, address = start(started, run_dir, "--port", 0, "--host", "0.0.0.0")
     base, _, token = address.replace(socket.gethostname(), "127.0.0.1").partition("?token=")
     assert len(token) > 20
@@ -142,7 +143,7 @@ def test_a_token_and_keys_exclude_each_other(
 
 @pytest.mark.slow
 def test_each_person_opens_the_page_with_their_own_key(
-    run_dir: Path, tmp_path: Path, started: list[subprocess.Popen[str]]
+    run_dir: Path, tmp_path: Path, started: list[ForkedPopen]
 ) -> None:
     (tmp_path / "keys.yaml").write_text("zoe: sk-1\nshop: sk-2\n")
     _, address = start(started, run_dir, "--port", 0, "--keys", tmp_path / "keys.yaml")

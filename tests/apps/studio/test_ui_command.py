@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forks import ForkedPopen
 from sources import PYTHONPATH
 from ui_runs import make_run
 
@@ -21,7 +22,7 @@ from rollmill.cli import main
 @pytest.mark.slow
 def test_it_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "one", 10)
-    process = subprocess.Popen(
+    process = ForkedPopen(
         [sys.executable, "-m", "rollmill", "ui", "--port", "0"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,

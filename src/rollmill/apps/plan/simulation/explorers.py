@@ -27,7 +27,7 @@ from rollmill.orchestrator.rollouts import LocalRollouts
 from rollmill.remote.connection import LOST, join_trainer, serve_calls
 from rollmill.remote.explorer_worker import ExplorerWorker
 from rollmill.remote.joined_explorers import JoinedExplorers
-from rollmill.remote.rollout_backend import WeightTransport
+from rollmill.remote.rollouts import WeightTransport
 from rollmill.remote.run_state import EXPLORER
 from rollmill.remote.stage_worker import RolloutRequest, StageWorker, WorkerSetup
 from rollmill.remote.worker_pool import WorkerLostError, WorkerPool

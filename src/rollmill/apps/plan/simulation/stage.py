@@ -40,7 +40,7 @@ from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.step_meter import StepMeter
 from rollmill.orchestrator.task_pictures import TaskPictures
 from rollmill.orchestrator.task_selection import StageTasks
-from rollmill.remote.rollout_backend import RemoteRollouts
+from rollmill.remote.rollouts import RemoteRollouts
 from rollmill.seeds import derive_seed
 
 _NOWHERE = Path("/nonexistent")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import regex
@@ -98,7 +98,14 @@ class DeduplicateTasks(TaskOperatorSection):
         Tasks with different images are not duplicates; which are different, `pictures` says.
         """
         seen = self._looks(batch.tasks)
-        groups = _same(batch.tasks, seen) if self.by == "exact" else self._near(batch.tasks, seen)
+        groups: Iterable[list[Task]]
+        if self.by == "exact":
+            equal: dict[Any, list[Task]] = {}
+            for task, own in zip(batch.tasks, seen, strict=True):
+                equal.setdefault((normalize_text(flatten_prompt(task)), own), []).append(task)
+            groups = equal.values()
+        else:
+            groups = self._near(batch.tasks, seen)
         for group in groups:
             answers = {_answer(task) for task in group}
             if len(answers) > 1 and self.conflicting == "drop":
@@ -142,7 +149,8 @@ class DeduplicateTasks(TaskOperatorSection):
             candidates = sorted(
                 number
                 for number in index.query(sketch)
-                if _jaccard(kept[number], shingles) >= self.threshold and looks[number] == own
+                if len(kept[number] & shingles) / len(kept[number] | shingles) >= self.threshold
+                and looks[number] == own
             )
             if candidates:
                 groups[candidates[0]].append(task)
@@ -156,17 +164,6 @@ class DeduplicateTasks(TaskOperatorSection):
 
 def _answer(task: Task) -> str:
     return json.dumps(task.answer, sort_keys=True, default=str)
-
-
-def _same(tasks: list[Task], seen: list[Any]) -> Iterator[list[Task]]:
-    groups: dict[Any, list[Task]] = {}
-    for task, own in zip(tasks, seen, strict=True):
-        groups.setdefault((normalize_text(flatten_prompt(task)), own), []).append(task)
-    yield from groups.values()
-
-
-def _jaccard(one: set[str], other: set[str]) -> float:
-    return len(one & other) / len(one | other)
 
 
 _FEW = 2
