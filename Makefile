@@ -70,7 +70,7 @@ fault-board: setup postgres-installed
 
 # Starts such a server and prints its URL; Ctrl-C ends and removes it.
 postgres: setup postgres-installed
-	$(BIN)/python tests/postgres.py
+	$(BIN)/python tests/support/postgres.py
 
 postgres-installed:
 	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || $(call install,postgresql)

@@ -29,7 +29,7 @@ from rollmill.types import Experience, ExperienceSource
 
 END = 1
 EXACT = ("rloo", "remax", "dr_grpo", "topr", "kimi", "sppo", "pass_at_k")
-"""Algorithms with the direction of the true gradient; the factors are in tests/bench/test_bench_gradient.py."""
+"""Algorithms with the direction of the true gradient; the factors are in tests/bench/test_gradient.py."""
 PAIRS: dict[str, Any] = {
     "advantage": {"k": 2, "baseline": "others", "scale": "none"},
     "aggregation": "sequence-sum-mean",

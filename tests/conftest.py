@@ -27,9 +27,9 @@ if "ROLLMILL_CACHE" not in os.environ:  # one for all workers of pytest
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # Ray kills for what other programs take
 
 import torch
-from forks import Forks, fork_ranks_and_workers, forks, share_server
 from hypothesis import HealthCheck, settings
-from postgres import Postgres, missing
+from support.forks import Forks, fork_ranks_and_workers, forks, share_server
+from support.postgres import Postgres, missing
 
 torch.set_num_threads(1)
 share_server()
@@ -108,7 +108,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """A headless browser. Skips where there is none."""
-    from browser import chromium  # playwright is optional
+    from support.browser import chromium  # playwright is optional
 
     with chromium() as opened:
         yield opened

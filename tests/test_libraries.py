@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from sources import ROOT
+from support.sources import ROOT
 
 LIBRARIES = sorted(path.parent for path in ROOT.glob("libs/*/pyproject.toml"))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks
-from tiny import tiny_run
+from support.forks import Forks
+from support.tiny import tiny_run
 
 _ROWS = "rollmill.quickstart.addition:rows"
 _TASKS = {"function": _ROWS, "options": {"size": 2000, "seed": 1, "digits": 2, "forget": 0.65}}

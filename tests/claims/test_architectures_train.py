@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import metrics, tiny_run
+from support.tiny import metrics, tiny_run
 
 import rollmill
 from bench.tiny_architectures import VOCABULARY, tiny_model

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks
-from tiny import tiny_run
-from toys import toy_checkpoint
+from support.forks import Forks
+from support.tiny import tiny_run
+from support.toys import toy_checkpoint
 
 FUNCTION = "rollmill.quickstart.addition:rows"
 TASKS = {"function": FUNCTION, "options": {"size": 2000, "seed": 1, "digits": 2}}

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from toys import toy_model
+from support.toys import toy_model
 
 from rollmill.algorithms import build_recipe
 from rollmill.config.algorithms import GRPO

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from forks import Forks
+from support.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORTER = ["stages.1.steps=12", "evaluation.every=12", "trainer.precision=fp32"]

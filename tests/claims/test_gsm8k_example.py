@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 
 import pytest
-from toys import toy_checkpoint
+from support.toys import toy_checkpoint
 
 from rollmill.config.loader import load_run
 from rollmill.data import encode_demonstration, load_taskset

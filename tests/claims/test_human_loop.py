@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from browser import chromium, press
-from feedback_runs import served
-from tiny import tiny_run
+from support.browser import chromium, press
+from support.feedback_runs import served
+from support.tiny import tiny_run
 
 from rollmill.launch import run
 from rollmill.trackers.rollout_log import load_experiences

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import outcome, tiny_run
+from support.tiny import outcome, tiny_run
 
 from rollmill.launch import resume, run
 from rollmill.trackers.run_views import PlainView

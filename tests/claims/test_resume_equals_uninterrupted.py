@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks, send
-from postgres import Postgres
-from tiny import GRPO, SFT, outcome, tiny_run
+from support.forks import Forks, send
+from support.postgres import Postgres
+from support.tiny import GRPO, SFT, outcome, tiny_run
 
 REPLAY = {"groups": 2, "order": "priority", "priority": "advantage", "max_uses": 3, "decay": 0.8}
 REFILLED = {"pipeline": [{"name": "group_variance"}], "buffer": {"replay": REPLAY}, "taskset": {"order": "prioritised"}}

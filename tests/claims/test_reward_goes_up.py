@@ -8,8 +8,8 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from forks import Forks, forks
-from tiny import tiny_run
+from support.forks import Forks, forks
+from support.tiny import tiny_run
 
 RAY = {"name": "ray", "explorers": 1}
 

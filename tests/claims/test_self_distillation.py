@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks
-from tiny import tiny_run
+from support.forks import Forks
+from support.tiny import tiny_run
 
 ADDITION = "rollmill.quickstart.addition:rows"
 SHOWN = '''

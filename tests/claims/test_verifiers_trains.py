@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import NEW_MODEL
+from support.tiny import NEW_MODEL
 
 import rollmill
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ROOT / ".venv-verifiers/bin/python"
-SUMS = str(ROOT / "tests/rollout/verifiers_sums.py")
+SUMS = str(ROOT / "tests/support/verifiers_sums.py")
 HERE = {"taskset": SUMS, "python": str(OWN), "options": {"size": 9}}
 
 

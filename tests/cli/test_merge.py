@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from forks import Forks
 from safetensors.torch import load_file
-from tiny import GRPO, SFT, tiny_run
-from toys import toy_checkpoint
+from support.forks import Forks
+from support.tiny import GRPO, SFT, tiny_run
+from support.toys import toy_checkpoint
 
 from rollmill.cli import main
 

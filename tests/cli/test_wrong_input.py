@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from forks import Ended, Forks
-from tiny import GRPO, HELD_OUT, SFT, tiny_run
-from toys import toy_checkpoint
+from support.forks import Ended, Forks
+from support.tiny import GRPO, HELD_OUT, SFT, tiny_run
+from support.toys import toy_checkpoint
 
 FAILED, USAGE = 1, 2
 NOBODY = 65534
@@ -188,7 +188,7 @@ def truncated(folder: Path) -> None:
 
 
 def smaller_vocabulary(folder: Path) -> None:
-    from toys import toy_model, toy_tokenizer
+    from support.toys import toy_model, toy_tokenizer
 
     from rollmill.models.from_scratch import save_policy
 

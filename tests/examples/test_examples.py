@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forks import Forks, send
 from safetensors.torch import load_file
-from tiny import outcome
+from support.forks import Forks, send
+from support.tiny import outcome
 from transformers import AutoModelForCausalLM
 
 from rollmill import load_experiences

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks, forks, send
-from tiny import outcome
-from waiting import wait_until
+from support.forks import Forks, forks, send
+from support.tiny import outcome
+from support.waiting import wait_until
 
 from rollmill.cli import main
 from rollmill.user_code import import_object

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks
+from support.forks import Forks
 
 from rollmill.user_code import import_object
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Ended
-from tiny import outcome
+from support.forks import Ended
+from support.tiny import outcome
 
 from faults.scene import GROUPS, MODES, SIZE, STEPS, CannotRunError, Scene, Services
 from rollmill.buffer import ExperienceKind, open_run_store

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from forks import Ended, Forks, ended, forks, send
-from postgres import Postgres, missing
-from tiny import tiny_run
-from vllm_service import PYTHON
+from support.forks import Ended, Forks, ended, forks, send
+from support.postgres import Postgres, missing
+from support.tiny import tiny_run
+from support.vllm_service import PYTHON
 
 from rollmill.trackers.heartbeat import read_heartbeats
 

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from forks import send
-from vllm_service import needs_vllm
+from support.forks import send
+from support.vllm_service import needs_vllm
 
 from faults.board import learned
 from faults.damage import flip, newest

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn import DRAWN, FACTORS, PLAIN, STEPS, Combination, Design, draw, write_files
-from forks import Forks, forks
-from tiny import metrics, rolled_out
-from vllm_service import PYTHON, needs_vllm
+from support.drawn import DRAWN, FACTORS, PLAIN, STEPS, Combination, Design, draw, write_files
+from support.forks import Forks, forks
+from support.tiny import metrics, rolled_out
+from support.vllm_service import PYTHON, needs_vllm
 
 pytestmark = pytest.mark.timeout(600)
 DESIGN = Design.read()
@@ -95,7 +95,7 @@ def test_every_two_settings_meet_in_a_run_or_are_refused() -> None:
 
 @pytest.mark.slow
 def test_what_is_refused_is_still_refused_and_nothing_else(tmp_path: Path) -> None:
-    """If not, draw again: `python tests/modes/drawn.py`, and `python docs/mode_matrix.py`."""
+    """If not, draw again: `python tests/support/drawn.py`, and `python docs/mode_matrix.py`."""
     write_files(tmp_path)
     assert all(row.refusal(tmp_path) is None for row in DESIGN.rows)
     for pair, reason in DESIGN.refused.items():

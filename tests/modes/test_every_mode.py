@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from buffer_groups import experience
-from forks import Forks, ended, forks, send
-from paced import CUT, begun, forget_begun, hold, release, write_paced
-from picture_models import picture_run
-from tiny import merged, require_log_probs, tiny_run
-from vllm_service import PYTHON, needs_vllm
+from support.buffer_groups import experience
+from support.forks import Forks, ended, forks, send
+from support.paced import CUT, begun, forget_begun, hold, release, write_paced
+from support.picture_models import picture_run
+from support.tiny import merged, require_log_probs, tiny_run
+from support.vllm_service import PYTHON, needs_vllm
 
 from rollmill.buffer import ExperienceKind, Group, open_run_store
 from rollmill.buffer.base import FEEDBACK, version_segments

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import power_loss
 import pytest
-from forks import Forks
-from power_loss import Disk, Operation, Tree, disk_states
-from tiny import outcome, tiny_run
+from support import power_loss
+from support.forks import Forks
+from support.power_loss import Disk, Operation, Tree, disk_states
+from support.tiny import outcome, tiny_run
 
 pytestmark = pytest.mark.slow
 STEPS = 3

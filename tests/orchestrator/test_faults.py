@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import yaml
-from forks import Ended, Forks, ended, send
-from tiny import GRPO, SFT, outcome, tiny_run, trainer
-from waiting import wait_until
+from support.forks import Ended, Forks, ended, send
+from support.tiny import GRPO, SFT, outcome, tiny_run, trainer
+from support.waiting import wait_until
 
 from rollmill.orchestrator.interrupt import Interrupts
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny import GRPO as REPAIR
-from tiny import SFT, metrics, ran, rolled_out
+from support.tiny import GRPO as REPAIR
+from support.tiny import SFT, metrics, ran, rolled_out
 
 import rollmill
 from rollmill import launch

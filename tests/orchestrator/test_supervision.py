@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Ended, ForkedPopen, Forks, ended, send
-from tiny import metrics, outcome, tiny_run, trainer
-from waiting import wait_until
+from support.forks import Ended, ForkedPopen, Forks, ended, send
+from support.tiny import metrics, outcome, tiny_run, trainer
+from support.waiting import wait_until
 
 from rollmill.trackers.heartbeat import read_heartbeats
 

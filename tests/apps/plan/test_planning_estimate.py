@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_run
-from toys import toy_checkpoint
+from support.tiny import tiny_run
+from support.toys import toy_checkpoint
 
 from rollmill.apps.plan.planning.cluster_costs import read_cluster_model
 from rollmill.apps.plan.planning.estimate import estimate_run, estimate_stage

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import toy_model
+from support.toys import toy_model
 
 from rollmill.apps.plan.planning.measurement import EngineStep, record_engine_steps
 from rollmill.apps.plan.planning.rollouts import (

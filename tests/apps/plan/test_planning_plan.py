@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_run
+from support.tiny import tiny_run
 
 from rollmill.apps.plan.command import print_plan
 from rollmill.apps.plan.planning.calibration import Calibration, calibrate

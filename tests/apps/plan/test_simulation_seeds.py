@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from sources import PYTHONPATH
+from support.sources import PYTHONPATH
 
 from bench.harness import ROOT
 from bench.simulation import main

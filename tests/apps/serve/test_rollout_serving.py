@@ -15,8 +15,8 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from endpoints import KEY, Running, running
-from waiting import wait_until
+from support.endpoints import KEY, Running, running
+from support.waiting import wait_until
 
 from rollmill.apps.serve.endpoint.service import ServiceLimits
 from rollmill.config.rollout import RepetitionConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
-from endpoints import CLIENT, KEY, running
+from support.endpoints import CLIENT, KEY, running
 
 from rollmill.apps.serve.endpoint.service import ServiceLimits
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from endpoints import KEY, Running, running
+from support.endpoints import KEY, Running, running
 
 from rollmill.types import Experience
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from endpoints import BOTH, CLIENT, KEY, OTHER_KEY, Running, running
+from support.endpoints import BOTH, CLIENT, KEY, OTHER_KEY, Running, running
 
 from rollmill.apps.serve.endpoint.service import ServiceLimits
 from rollmill.apps.serve.web.keys import KeyRing, make_key

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
-from endpoints import KEY, Running, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import toy_model
+from support.endpoints import KEY, Running, running
+from support.toys import toy_model
 
 from bench.chat_templates import corpus
 from bench.chat_templates.tokenizers import stand_in

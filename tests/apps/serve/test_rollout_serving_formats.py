@@ -13,8 +13,8 @@ import numpy as np
 import openai
 import pytest
 import torch
-from endpoints import KEY, Running, running
 from pydantic import BaseModel, ConfigDict
+from support.endpoints import KEY, Running, running
 
 from rollmill.apps.serve.endpoint.protocol import ChatCompletionRequest
 from rollmill.apps.serve.endpoint.session import EndpointSession

@@ -8,8 +8,6 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from endpoints import BOTH, KEY, OTHER_KEY, Running, running
-from fuzzing import fuzz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import (
@@ -18,6 +16,8 @@ from schemathesis.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from support.endpoints import BOTH, KEY, OTHER_KEY, Running, running
+from support.fuzzing import fuzz
 
 HEADERS = {"authorization": f"Bearer {KEY}"}
 CHECKS: list[Any] = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from endpoints import KEY, Running, running
-from waiting import wait_until
+from support.endpoints import KEY, Running, running
+from support.waiting import wait_until
 
 from rollmill.apps.serve.endpoint.service import ServiceLimits
 from rollmill.apps.serve.web import ConnectionLimits

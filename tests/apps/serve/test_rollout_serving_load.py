@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from endpoints import CLIENT, KEY, running
+from support.endpoints import CLIENT, KEY, running
 
 from rollmill.apps.serve.endpoint.service import ServiceLimits
 

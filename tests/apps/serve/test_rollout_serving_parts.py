@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import toy_tokenizer
+from support.toys import toy_tokenizer
 
 from rollmill.apps.serve.endpoint.anthropic_protocol import MessagesRequest
 from rollmill.apps.serve.endpoint.messages import assistant_message, normalize_messages

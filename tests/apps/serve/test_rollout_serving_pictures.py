@@ -12,9 +12,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from endpoints import KEY, Running, running
-from picture_models import picture_checkpoint
 from PIL import Image
+from support.endpoints import KEY, Running, running
+from support.picture_models import picture_checkpoint
 
 import rollmill
 from rollmill.apps.serve.endpoint import pictures as endpoint_pictures

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from endpoints import BOTH, KEY, OTHER_KEY, Running, running
+from support.endpoints import BOTH, KEY, OTHER_KEY, Running, running
 
 from rollmill.apps.serve.endpoint import session
 from rollmill.apps.serve.endpoint.service import ServiceLimits

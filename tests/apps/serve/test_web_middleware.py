@@ -8,8 +8,8 @@ from contextlib import closing
 from http.client import HTTPResponse
 
 import pytest
-from endpoints import Running, running
-from waiting import wait_until
+from support.endpoints import Running, running
+from support.waiting import wait_until
 
 from rollmill.apps.serve.web import middleware
 

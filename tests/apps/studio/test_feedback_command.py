@@ -14,9 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from feedback_runs import everything, make_run
-from forks import ForkedPopen
-from sources import PYTHONPATH
+from support.feedback_runs import everything, make_run
+from support.forks import ForkedPopen
+from support.sources import PYTHONPATH
 
 from rollmill.apps.studio.feedback import open_feedback
 from rollmill.cli import main

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from run_factory import STAGES, experience, training_metrics
+from support.run_factory import STAGES, experience, training_metrics
 
 from rollmill.apps.studio.notebook import NotebookView
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_factory import make_run
+from support.run_factory import make_run
 
 from rollmill.cli import main
 

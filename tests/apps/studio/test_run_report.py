@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_factory import evaluation_metrics, experience, make_run, rollouts, save_tokenizer, training_metrics
+from support.run_factory import evaluation_metrics, experience, make_run, rollouts, save_tokenizer, training_metrics
 
 from rollmill.apps.studio.report.charts import Series, draw_line_chart, nice_ticks
 from rollmill.apps.studio.report.run_report import write_report

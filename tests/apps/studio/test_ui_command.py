@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from forks import ForkedPopen
-from sources import PYTHONPATH
-from ui_runs import make_run
+from support.forks import ForkedPopen
+from support.sources import PYTHONPATH
+from support.ui_runs import make_run
 
 from rollmill.cli import main
 

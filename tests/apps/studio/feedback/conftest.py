@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from feedback_runs import Served, make_run, served
+from support.feedback_runs import Served, make_run, served
 
 
 @pytest.fixture(scope="module")

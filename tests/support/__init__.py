@@ -1,0 +1,1 @@
+"""Helpers of the tests: models, runs, servers, faults and processes."""
