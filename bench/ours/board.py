@@ -26,7 +26,7 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
         from rollmill.orchestrator.stages import Stage
 
         if args.levels is not None:
-            from rollmill.models import int8
+            from rollmill.models.cpu import int8
 
             # the same code then rounds to fewer bits, which is no setting of a run
             vars(int8)["_LEVELS"] = args.levels
