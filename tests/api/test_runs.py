@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import yaml
-from support.api_runs import MODEL, ROWS, SMALL, few_letters, weights
+from support.api_runs import MODEL, ROWS, SMALL, weights
 
 import rollmill
 from rollmill.api.algorithms import algorithm_classes
 from rollmill.config.algorithms import known_algorithms
 from rollmill.errors import ConfigError
 from rollmill.user_code import import_object, store_object
+
+
+def few_letters(task: rollmill.Task, completion: rollmill.Completion) -> float:
+    return 1.0 - len(completion.text) / 10
 
 
 def test_importing_rollmill_is_quick() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from support.chat_server import Answer, chat_server
-from support.domain_runs import FLOWS, WORDS, domains_of, rollouts, rows, run_file
+from support.domain_runs import domains_of, rollouts, rows, run_file
 from support.tiny import HELD_OUT, TASKS, outcome
 
 import rollmill
@@ -22,6 +22,13 @@ from rollmill.errors import ConfigError
 from rollmill.launch import resume
 from rollmill.rollout.served_model import check_endpoint_support
 from rollmill.trackers.run_views import PlainView
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("domains")
+    rollmill.run(run_file(folder, domains_of(folder), mixing={"by": "need"}), [], folder / "run")
+    return folder / "run"
 
 
 def test_every_completion_is_made_and_scored_as_its_domain_says(run: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from pydantic import ValidationError
 from support.chat_server import Answer, Scripted, chat_server, shown
-from support.reward_helpers import completion, judged, task
+from support.reward_helpers import completion, judged, picture, task
 
-from rollmill.data.images import make_image_ref
 from rollmill.errors import RewardError
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 from rollmill.rewards.builtin.format import FormatReward
@@ -384,11 +381,6 @@ def test_candidates_are_anonymous_and_cannot_vote() -> None:
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------
-
-
-def picture(file: Path, **changes: str) -> dict[str, Any]:
-    Image.new("RGB", (2, 3), "red").save(file)
-    return asdict(make_image_ref(file)) | changes
 
 
 def test_pictures_go_along(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.reward_helpers import completion, judged, task
+from support.reward_helpers import completion, judged, picture, task
 from support.toys import toy_checkpoint, toy_model, toy_tokenizer
 from tokenizers import AddedToken
 
@@ -193,8 +193,6 @@ def test_what_does_not_fit(folder: Path) -> None:
 
 
 def test_pictures_need_an_endpoint(folder: Path, tmp_path: Path) -> None:
-    from test_rewards_judges import picture
-
     images = [picture(tmp_path / "a.png")]
     with (
         build_reward_manager([JudgeReward(name="judge", path=folder)], device="cpu") as judge,

@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-import rollmill
 from support.tiny import HELD_OUT, NEW_MODEL, TASKS
 
 WORDS = [
@@ -57,13 +55,6 @@ def rows(run: Path, name: str) -> list[dict[str, Any]]:
 
 def rollouts(run: Path) -> list[dict[str, Any]]:
     return [row for file in sorted((run / "rollouts").glob("*.jsonl")) for row in rows(run, f"rollouts/{file.name}")]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("domains")
-    rollmill.run(run_file(folder, domains_of(folder), mixing={"by": "need"}), [], folder / "run")
-    return folder / "run"
 
 
 FLOWS = """

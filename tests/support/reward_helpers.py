@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from rollmill.data.images import make_image_ref
 from rollmill.rewards import RewardManager, RewardResult
 from rollmill.types import Completion, StopReason, Task
 
@@ -22,3 +26,8 @@ def task(answer: Any, id: str = "t1", **metadata: Any) -> Task:
 
 def judged(judge: RewardManager, answer: Any, text: str, **metadata: Any) -> RewardResult:
     return asyncio.run(judge.score(task(answer, **metadata), completion(text)))
+
+
+def picture(file: Path, **changes: str) -> dict[str, Any]:
+    Image.new("RGB", (2, 3), "red").save(file)
+    return asdict(make_image_ref(file)) | changes
