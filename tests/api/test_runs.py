@@ -6,22 +6,19 @@ import asyncio
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from support.api_runs import MODEL, ROWS, SMALL, weights
+from support.api_runs import MODEL, ROWS, SMALL, few_letters, weights
 
 import rollmill
 from rollmill.api.algorithms import algorithm_classes
 from rollmill.config.algorithms import known_algorithms
 from rollmill.errors import ConfigError
 from rollmill.user_code import import_object, store_object
-
-
-def few_letters(task: rollmill.Task, completion: rollmill.Completion) -> float:
-    return 1.0 - len(completion.text) / 10
 
 
 def test_importing_rollmill_is_quick() -> None:
@@ -94,7 +91,11 @@ def test_directories_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert rollmill.GRPO(**SMALL, rewards=["exact"]).folder == tmp_path / "runs" / "grpo"
 
 
-def test_every_form_of_reward_and_dataset(tmp_path: Path) -> None:
+def test_every_form_of_reward_and_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_rewards.py").write_text("def mine(task, completion):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = import_module("users_rewards").mine
+
     class Length:
         def __init__(self, most: int) -> None:
             self.most = most
@@ -107,7 +108,7 @@ def test_every_form_of_reward_and_dataset(tmp_path: Path) -> None:
 
     best = "7"
     rewards = [
-        few_letters,
+        mine,
         lambda task, completion: float(best in completion.text),
         Length(3),
         {"function": Length(5), "weight": 0.5},
@@ -115,7 +116,7 @@ def test_every_form_of_reward_and_dataset(tmp_path: Path) -> None:
     ]
     run = rollmill.GRPO(**(SMALL | {"dataset": rows}), rewards=rewards, out=tmp_path / "run")
     functions = [each.function for each in run.config.rewards if each.name == "python"]
-    assert functions[0] == f"{Path(__file__).absolute()}:few_letters"
+    assert functions[0] == f"{tmp_path / 'users_rewards.py'}:mine"
     assert [each.rpartition(":")[2] for each in functions[1:]] == ["reward_lambda", "Length", "Length"]
     assert run.config.rewards[3].weight == 0.5
     assert run.config.taskset is not None

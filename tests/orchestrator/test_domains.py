@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from support.chat_server import Answer, chat_server
-from support.domain_runs import domains_of, rollouts, rows, run_file
+from support.domain_runs import FLOWS, WORDS, domains_of, rollouts, rows, run_file
 from support.tiny import HELD_OUT, TASKS, outcome
 
 import rollmill
