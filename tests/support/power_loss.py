@@ -249,6 +249,7 @@ def main(run_file: Path, out: Path, log: Path) -> None:
 
 
 if __name__ == "__main__":
-    import power_loss  # so that operations are of a module that can be imported
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from support import power_loss  # so that operations are of a module that tests can import
 
     power_loss.main(*map(Path, sys.argv[1:]))
