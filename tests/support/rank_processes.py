@@ -23,7 +23,7 @@ RANKS, DEADLINE_S = 2, 200
 def computed_by_ranks(compute: Callable[[int, Any], Any], jobs: Any, folder: Path) -> list[Any]:
     """What a function of a test's module returns for a rank and the jobs, in a process for each rank."""
     (folder / "jobs").write_bytes(pickle.dumps(jobs))
-    code = "import sys, rank_processes; rank_processes.work(*sys.argv[1:])"
+    code = "import sys; from support.rank_processes import work; work(*sys.argv[1:])"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     errors, running = [folder / f"errors-{rank}" for rank in range(RANKS)], []
     for rank, path in enumerate(errors):
