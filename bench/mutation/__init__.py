@@ -47,7 +47,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "src/rollmill/trainer/batch.py": (
         "tests/trainer/test_batch.py",
-        "tests/trainer/test_trainer_packing*.py",
+        "tests/trainer/test_packing*.py",
         "tests/trainer/test_domains.py",
     ),
     "src/rollmill/rollout/recorder.py": ("tests/rollout/test_recording.py",),

@@ -128,7 +128,8 @@ class Orchestrator:
                 try:
                     await train(stage, self._callbacks, self._interrupts)
                 except Exception as error:
-                    whole = not stage.updating  # else the weights are those of no step
+                    # else the weights are those of no step, or of one that has no number and no records yet
+                    whole = not stage.updating and self.state.step == stage.version
                     if whole and (isinstance(error, Interrupted | CallbackError) or is_recoverable(error)):
                         await self._checkpointing.save_after(error, stage)
                     raise

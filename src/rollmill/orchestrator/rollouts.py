@@ -108,7 +108,7 @@ class RolloutBackend(Protocol):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _DomainWorkflows:
     """A stage as one of its domains sees it, with the resources of its workflows."""
 
     config: StageConfig
@@ -179,7 +179,7 @@ class LocalRollouts:
         runners = {name: runner for name, runner in made.items() if runner is not None}
         return Explorer(self.engine, scorers, self._policy.tokenizer, trace, runners, drafts, task_runner)
 
-    def _open(self, config: StageConfig, rewards: StageRewards) -> Mapping[str, _Part]:
+    def _open(self, config: StageConfig, rewards: StageRewards) -> Mapping[str, _DomainWorkflows]:
         """Open the resources of the workflows of each domain; a stage without domains is its own, with the name ""."""
         parts = {}
         for name, view in config.by_domain().items():
@@ -191,10 +191,10 @@ class LocalRollouts:
                 scorers, view.environment, server, tools=view.tools, models=models, examples=examples
             )
             self._opened.append(resources)
-            parts[name] = _Part(view, scorers, resources)
+            parts[name] = _DomainWorkflows(view, scorers, resources)
         return parts
 
-    def _runner(self, part: _Part, config: StageConfig, trace: Trace | None) -> WorkflowRunner | None:
+    def _runner(self, part: _DomainWorkflows, config: StageConfig, trace: Trace | None) -> WorkflowRunner | None:
         """Build what runs a workflow; None if a rollout is one completion."""
         workflow = build_workflow(config.workflow, part.resources)
         if workflow is None:
