@@ -17,7 +17,7 @@ from support.tiny import GRPO, HELD_OUT, SFT, tiny_run
 
 from rollmill.config.monitor import MonitorConfig
 from rollmill.config.run import StageConfig
-from rollmill.errors import RewardError, TrainingError
+from rollmill.errors import DeadlineError, RewardError, TrainingError, is_recoverable
 from rollmill.launch import run
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.missing_verdicts import rewards_without_verdict
@@ -290,3 +290,18 @@ async def _guarded() -> None:
         with pytest.raises(Interrupted) as caught:
             await interrupts.guard(cannot_be_cancelled())
     assert isinstance(caught.value.__cause__, TrainingError)
+
+
+def test_a_step_without_records_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluation beside a step may fail once the step is made: its number would be that of the step before."""
+
+    async def fails_beside_a_step(stage: Stage, *_: object) -> None:
+        stage.state.step += 1
+        raise error
+
+    error = DeadlineError("the evaluation", "the explorer", 1.0, "Wait longer.")
+    assert is_recoverable(error)
+    monkeypatch.setattr("rollmill.orchestrator.orchestrator.train", fails_beside_a_step)
+    with pytest.raises(DeadlineError):
+        started(tmp_path, **RL, evaluation=None)
+    assert not (tmp_path / "out/checkpoints").exists()
