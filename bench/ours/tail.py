@@ -39,12 +39,13 @@ def length(seed: int, median: int, longest: int) -> int:
 
 def drawn_lengths_engine(median: int, longest: int) -> Any:
     """Make a factory of native engines whose completions end at a length drawn from their seed, even if interrupted."""
+    from rollmill.config.engines import NativeEngineConfig
     from rollmill.config.run import StageConfig
     from rollmill.engines.base import GenerationRequest
     from rollmill.engines.native import NativeEngine
+    from rollmill.engines.native.build import build_native
     from rollmill.engines.native.sequence import SequenceGroup, SequenceState
     from rollmill.models.load import PolicyModel
-    from rollmill.orchestrator.engine import build_native_engine
     from rollmill.types import StopReason
 
     class DrawnRow(SequenceState):
@@ -74,8 +75,8 @@ def drawn_lengths_engine(median: int, longest: int) -> Any:
                     group.hand_out(row)
             return group
 
-    def made(policy: PolicyModel, config: StageConfig, precision: str) -> NativeEngine:
-        engine = build_native_engine(policy, config.rollout, precision)
+    def made(policy: PolicyModel, config: StageConfig, precision: str, *, trained_on: bool) -> NativeEngine:
+        engine = build_native(NativeEngineConfig(), policy, config.rollout, precision)
         engine.__class__ = DrawnLengths
         engine._eos_ids = frozenset()
         return engine
@@ -91,7 +92,7 @@ def tail_stage(args: argparse.Namespace) -> Any:
     from rollmill.config.run import StageConfig
     from rollmill.data import load_taskset
     from rollmill.models.load import load_policy
-    from rollmill.orchestrator import stages
+    from rollmill.orchestrator import rollouts, stages
     from rollmill.orchestrator.buffers import Buffers
     from rollmill.orchestrator.context import RunContext
     from rollmill.orchestrator.task_selection import select_tasks
@@ -117,7 +118,7 @@ def tail_stage(args: argparse.Namespace) -> Any:
     model = ModelConfig.model_validate({"path": "new", "new": new})
     policy = load_policy(model, texts=lambda: iter(["0123456789"]), seed=0, device=torch.device("cpu"))
     tasks = select_tasks(config, policy, load_taskset(config.required_taskset), {})
-    vars(stages)["build_engine"] = drawn_lengths_engine(args.median, args.longest)
+    vars(rollouts)["build_engine"] = drawn_lengths_engine(args.median, args.longest)
     buffers = Buffers(Path(), "", read_only=True)
 
     def make() -> stages.Stage:

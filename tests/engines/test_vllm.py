@@ -20,14 +20,15 @@ import torch
 from support.toys import toy_checkpoint
 from support.vllm_service import RunningEngine, needs_vllm
 
-from rollmill.config.engines import VLLMEngineConfig
+from rollmill.config.engines import NativeEngineConfig, VLLMEngineConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RepetitionConfig, SamplingConfig
 from rollmill.engines.base import CompletionPrefix, GenerationRequest, SampledToken
+from rollmill.engines.native.build import build_native
 from rollmill.engines.stop_strings import RepetitionDetector
 from rollmill.errors import ConfigError, ContextLengthError, EngineError, EngineLostError
 from rollmill.models.load import PolicyModel, load_policy
-from rollmill.orchestrator.engine import build_engine, build_native_engine
+from rollmill.orchestrator.engine import build_engine
 from rollmill.types import Completion, StopReason
 from rollmill.weights import InPlacePublisher
 
@@ -80,7 +81,7 @@ def expected(policy: PolicyModel, completion: Completion, temperature: float = 1
 
 
 def test_greedy_output_is_the_trainers_after_every_update(running: Running) -> None:
-    native = build_native_engine(running.policy, running.config.rollout, "fp32")
+    native = build_native(NativeEngineConfig(), running.policy, running.config.rollout, "fp32")
     for _ in range(4):
         running.update()
         InPlacePublisher(native).publish(running.version)

@@ -20,10 +20,10 @@ from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.data.picture_prompts import PicturePrompt, join_prompts
 from rollmill.engines.base import GenerationRequest, SampledToken
+from rollmill.engines.vllm.build import build_vllm
 from rollmill.errors import ConfigError
 from rollmill.models.hf_forward import hf_logprobs
 from rollmill.models.load import load_policy
-from rollmill.orchestrator.engine import build_vllm_engine
 from rollmill.types import Completion
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(900), needs_vllm]
@@ -147,7 +147,7 @@ def test_a_family_that_needs_torchvision_is_refused_without_it(tmp_path: Path) -
     policy = load_policy(config, texts=(), seed=0, device=torch.device("cpu"), pictures=True)
     section = VLLMEngineConfig.model_validate({"name": "vllm", "python": without_torchvision(tmp_path)})
     with pytest.raises(ConfigError, match=r"engine\.python: .* has no torchvision, which vLLM needs for qwen2_vl"):
-        build_vllm_engine(policy, section, RolloutConfig(), "fp32")
+        build_vllm(section, policy, RolloutConfig(), "fp32")
 
 
 def without_torchvision(folder: Path) -> Path:

@@ -16,10 +16,11 @@ from support.tiny import GRPO, HELD_OUT, tiny_run
 
 import rollmill
 from rollmill.cli import main
+from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig
+from rollmill.engines.native.build import build_native
 from rollmill.models.load import load_policy
-from rollmill.orchestrator.engine import build_native_engine
 
 EVALUATION = {"taskset": HELD_OUT, "samples": 2}
 CHAT = "\n".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) for n in range(6))
@@ -63,7 +64,7 @@ def test_our_own_server_says_what_the_checkpoint_says(
     monkeypatch.setenv("SERVED_KEY", KEY)
     [checkpoint] = (run / "checkpoints").glob("step-000031")
     policy = load_policy(ModelConfig(path=checkpoint), texts=[], seed=0, device=torch.device("cpu"))
-    engine = build_native_engine(policy, RolloutConfig(), "fp32")
+    engine = build_native(NativeEngineConfig(), policy, RolloutConfig(), "fp32")
     out = tmp_path / "out"
     with running(made=(engine, policy.tokenizer), sink=False) as server:
         file = described(tmp_path, server.base_url, completes=True, api_key_env="SERVED_KEY")

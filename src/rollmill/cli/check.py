@@ -16,7 +16,6 @@ from rollmill.config.checks.modes import RUN_MODES, iter_cells, refusal_reasons
 from rollmill.config.checks.pictures import both_ways, vision_model_name, vision_model_type
 from rollmill.config.checks.warnings import find_warnings
 from rollmill.config.describe import TaskCount, describe_run, estimate_parameters, evaluation_key
-from rollmill.config.engines import VLLMEngineConfig
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.placement import RayPlacement
 from rollmill.config.taskset import TasksetConfig
@@ -93,12 +92,11 @@ def _check_engines(run: LoadedRun) -> None:
         [each.engine for each in placement.explorers if each.engine] if isinstance(placement, RayPlacement) else []
     )
     with quick_imports():
-        from rollmill.engines.vllm.process import current_python, probe_python, require_torchvision
+        from rollmill.engines.vllm.process import probe_python, require_torchvision
 
-    for python in dict.fromkeys(
-        each.python or current_python() for each in engines if isinstance(each, VLLMEngineConfig)
-    ):
-        require_torchvision(kind, python, probe_python(python))
+    for python in dict.fromkeys(each.reader_python() for each in engines):
+        if python is not None:
+            require_torchvision(kind, python, probe_python(python))
 
 
 def _print_matrix(as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -34,11 +35,15 @@ class EngineSection(NamedSection):
         """True if log-probs are the trainer's up to rounding in the type of `trainer.precision`."""
         return False
 
+    def reader_python(self) -> Path | None:
+        """The Python of a process of the engine's own that reads shared weights; None if it has no such process."""
+        return None
+
 
 class NativeEngineConfig(EngineSection):
     """rollmill's own engine, in the trainer's process and with the trainer's parameters."""
 
-    implementation = "rollmill.orchestrator.engine:build_native"
+    implementation = "rollmill.engines.native.build:build_native"
     name: Literal["native"] = "native"
     after_update: Literal["recompute", "keep"] = "recompute"
     """KV cache of unfinished completions after a weight update. `recompute`: rebuild it, so that every later token
@@ -80,7 +85,7 @@ _OWN = {
 class VLLMEngineConfig(EngineSection):
     """vLLM in a separate process, which receives the trainer's weights after every step."""
 
-    implementation = "rollmill.orchestrator.engine:build_vllm"
+    implementation = "rollmill.engines.vllm.build:build_vllm"
     unsupported = {
         "truncation": "engine `vllm` does not say how much probability truncation keeps, which training needs; "
         f"{_NATIVE}",
@@ -106,6 +111,9 @@ class VLLMEngineConfig(EngineSection):
     """Timeout for the process to start, or to load new weights."""
     restarts: int = Field(2, ge=0)
     """Maximum restarts of a crashed process per stage. Its requests start over, with the same seeds."""
+
+    def reader_python(self) -> Path:
+        return self.python or Path(sys.executable)
 
     def computes_like_trainer(self) -> bool:
         """False with rounded weights, or rounded keys and values."""

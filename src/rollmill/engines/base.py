@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from rollmill.config.rollout import SamplingConfig
@@ -129,6 +130,16 @@ def applies_processors(engine: RolloutEngine) -> bool:
     """True if an engine honours `GenerationRequest.new_processor`: it has an attribute `applies_processors` that says
     so."""
     return bool(getattr(engine, "applies_processors", False))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """What a stage asks of its engine besides completions."""
+
+    record_routing: bool = False  #: record the experts of each token, for training through the same ones
+    weights: Path | None = None
+    """Where an engine in another process finds weights that somebody shares already; None: `build_publisher` shares
+    them at the engine's `weights_path`."""
 
 
 class RolloutEngine(Protocol):

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from rollmill.config.engines import EngineConfig
+from rollmill.config.engines import EngineConfig, NativeEngineConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
+from rollmill.engines.native.build import build_native
 from rollmill.errors import DeadlineError, RollmillError
 from rollmill.models.load import PolicyModel
 from rollmill.offload.plan import engine_leaves
 from rollmill.orchestrator.context import ExplorerPool, RunContext
-from rollmill.orchestrator.engine import build_native_engine, shared_checksum
+from rollmill.orchestrator.engine import shared_checksum
 from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.progress import Progress, count_progress
 from rollmill.remote.run_state import WEIGHTS
@@ -158,7 +159,7 @@ class RemoteRollouts:
     def _open(self, stage: Stage) -> tuple[RolloutEngine, str, WeightSender]:
         """Make this process's engine, which generates nothing, and the sender of weights and its place."""
         config, policy, context = stage.config, stage.policy, stage.context
-        engine = build_native_engine(policy, config.rollout, context.precision)
+        engine = build_native(NativeEngineConfig(), policy, config.rollout, context.precision)
         return engine, *open_transport(self._fleet.transport, config, context, policy, self._name)
 
     def publish(self, version: int) -> None:

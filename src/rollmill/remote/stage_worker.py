@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollmill.config.checks.engine import uses_engine
-from rollmill.config.engines import VLLMEngineConfig
+from rollmill.config.checks.offload import engine_has_process
 from rollmill.config.placement import ExplorerSpec
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
@@ -273,9 +272,8 @@ def shift_spans(spans: list[Span], by: float) -> list[Span]:
 
 
 def engine_reads_weights(stage: StageConfig, weights: str, policy: PolicyModel) -> bool:
-    """True if the engine reads the trainer's weights itself: vLLM's process, from shared memory, without adapters."""
-    shared = weights == "memory" and not has_lora(policy.model)
-    return shared and isinstance(stage.engine, VLLMEngineConfig) and uses_engine(stage)
+    """True if the engine's own process reads the trainer's weights: from shared memory, and without adapters."""
+    return weights == "memory" and not has_lora(policy.model) and engine_has_process(stage)
 
 
 def trainable_parameters(policy: PolicyModel) -> dict[str, Tensor]:

@@ -8,11 +8,12 @@ their own. `remote/rollouts.py` sends weights to explorers in other processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from rollmill.engines.base import RolloutEngine
+if TYPE_CHECKING:
+    from rollmill.engines.base import RolloutEngine
 
 
 class WeightPublisher(Protocol):

@@ -23,6 +23,7 @@ from rollmill.apps.serve.endpoint.session import EndpointSession, FinishedSessio
 from rollmill.apps.serve.endpoint.session_journal import SESSIONS_FILE, SessionJournal
 from rollmill.apps.serve.session_groups import SessionGrouper
 from rollmill.apps.serve.web import open_listener, server_url
+from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.loader import load_run
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
@@ -30,13 +31,13 @@ from rollmill.config.workflows import LiveRequestsWorkflow
 from rollmill.data.images import PICTURES_FOLDER
 from rollmill.data.renderer import Switches
 from rollmill.engines.base import RolloutEngine
+from rollmill.engines.native.build import build_native
 from rollmill.errors import CheckpointError, ConfigError, ModelError
 from rollmill.launch import CONFIG, resume, start
 from rollmill.models.cpu.step_timing import StepSize, choose_precision
 from rollmill.models.load import PolicyModel
 from rollmill.models.vision import picture_processor
 from rollmill.orchestrator.checkpoint import Checkpoints
-from rollmill.orchestrator.engine import build_native_engine
 from rollmill.orchestrator.live_requests import LiveRequestBatches
 from rollmill.orchestrator.manifest import model_files, verifying
 from rollmill.orchestrator.setup import choose_device
@@ -101,7 +102,7 @@ def serve_checkpoint(
     where = choose_device(device)
     policy = _load_served(folder, where)
     precision = choose_precision(policy.model, where, StepSize.of_generation())
-    engine = build_native_engine(policy, RolloutConfig(), precision)
+    engine = build_native(NativeEngineConfig(), policy, RolloutConfig(), precision)
     sampling = SamplingConfig(max_new_tokens=policy.context)
     place = replace(place, switches={**_run_switches(source), **place.switches})
     with keeping_pictures(policy, record):
@@ -148,7 +149,7 @@ class ModelServer:
         folder, where = find_checkpoint(source, step), choose_device(device)
         self._policy = _load_served(folder, where)
         precision = choose_precision(self._policy.model, where, StepSize.of_generation())
-        self._engine = build_native_engine(self._policy, RolloutConfig(), precision)
+        self._engine = build_native(NativeEngineConfig(), self._policy, RolloutConfig(), precision)
         self._record = record
         self._sink = None if record is None else SessionFileSink(record)
         self._listens, self._ended = threading.Event(), asyncio.Event()

@@ -81,8 +81,8 @@ def component_phases(stage: StageConfig, *, elsewhere: bool = False) -> dict[str
 
 
 def engine_has_process(stage: StageConfig) -> bool:
-    """Returns whether the stage generates with vLLM, which has a copy of the weights in a process of its own."""
-    return uses_engine(stage) and isinstance(stage.engine, VLLMEngineConfig)
+    """Returns whether the stage's engine has a copy of the weights in a process of its own."""
+    return uses_engine(stage) and stage.engine.reader_python() is not None
 
 
 def reward_models(stage: StageConfig) -> list[Path]:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -323,8 +322,3 @@ def _environment(launch: VLLMLaunchConfig) -> dict[str, str]:
         "VLLM_RPC_BASE_PATH": str(launch.folder),
     }
     return defaults | _plain_environment() | own
-
-
-def current_python() -> Path:
-    """The Python that runs rollmill."""
-    return Path(sys.executable)

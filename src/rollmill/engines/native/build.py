@@ -1,0 +1,34 @@
+"""Builds the native engine from its section of the run file, or with its defaults."""
+
+from __future__ import annotations
+
+import torch
+
+from rollmill.config.engines import NativeEngineConfig
+from rollmill.config.rollout import RolloutConfig
+from rollmill.engines.base import EngineUse
+from rollmill.engines.native.engine import NativeEngine
+from rollmill.models.load import PolicyModel
+
+
+def build_native(
+    section: NativeEngineConfig,
+    policy: PolicyModel,
+    rollout: RolloutConfig,
+    precision: str,
+    use: EngineUse = EngineUse(),
+) -> NativeEngine:
+    """Build the native engine, with the policy's own parameters; it computes in `precision` (bf16 or fp32)."""
+    return NativeEngine(
+        policy.model,
+        policy.tokenizer,
+        eos_ids=policy.eos_ids,
+        context=policy.context,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        max_sequences=rollout.max_sequences,
+        prefill_tokens=rollout.prefill_tokens,
+        keep=section.after_update == "keep",
+        record_routing=use.record_routing,
+        prefix_cache_bytes=int(section.prefix_cache_gb * 2**30),
+        int8=section.weights == "int8",
+    )

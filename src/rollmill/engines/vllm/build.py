@@ -1,0 +1,95 @@
+"""Builds the vLLM engine from its section of the run file: the arguments, the model's configuration, the launch."""
+
+from __future__ import annotations
+
+import torch
+
+from rollmill.config.engines import VLLMEngineConfig
+from rollmill.config.rollout import RolloutConfig
+from rollmill.engines.base import EngineUse
+from rollmill.engines.vllm.engine import VLLMEngine
+from rollmill.engines.vllm.process import VLLMLaunchConfig, make_engine_folder, probe_python, require_torchvision
+from rollmill.errors import ConfigError, ModelError
+from rollmill.models.from_scratch import silence_transformers
+from rollmill.models.load import PolicyModel
+from rollmill.models.vision import checkpoint_names, picture_processor, text_model
+from rollmill.weights import shared_memory_folder
+from rollmill.weights.layout import CRC32, XXH3
+
+_SEEING = {
+    "skip_tokenizer_init": False,  # the processor needs one
+    "mm_device_do_normalize": False,  # constants in buffers, which vLLM's start with random weights overwrites
+    "mm_processor_kwargs": {"use_fast": False},  # pixels as in the trainer: resized by Pillow
+}
+"""Arguments of vLLM for a vision-language model."""
+
+
+def build_vllm(
+    section: VLLMEngineConfig,
+    policy: PolicyModel,
+    rollout: RolloutConfig,
+    precision: str,
+    use: EngineUse = EngineUse(),
+) -> VLLMEngine:
+    """Build the vLLM engine, whose process starts with the first request; it computes in `precision` (bf16 or fp32).
+
+    Raises:
+        ConfigError: engine.python is no Python with vLLM; sleep mode is configured without a GPU.
+        ModelError: vLLM cannot load this model's weights.
+    """
+    processor = picture_processor(policy.model)
+    if any(weight.ndim > 2 for weight in text_model(policy.model).parameters()):
+        raise ModelError(
+            "engine `vllm` cannot be given this model's weights: it is a mixture of experts, whose weights have other "
+            "names in memory than vLLM reads; use engine `native`"
+        )
+    gpu = policy.device.type == "cuda"
+    if section.sleep and not gpu:
+        raise ConfigError("engine.sleep: vLLM sleeps on GPUs only, and this run is on a CPU; remove it")
+    python = section.reader_python()
+    found = probe_python(python)
+    folder, lock = make_engine_folder(shared_memory_folder())
+    model = folder / "model"
+    settings = policy.model.config.__class__.from_dict(policy.model.config.to_dict())
+    settings.architectures = [type(policy.model).__name__]
+    settings.save_pretrained(model)
+    if processor is not None:
+        require_torchvision(policy.model.config.model_type, python, found)
+        with silence_transformers():
+            processor.save(model)
+    at_once = rollout.prefill_tokens + rollout.max_sequences
+    arguments = {
+        "model": str(model),
+        "dtype": "bfloat16" if precision == "bf16" else "float32",
+        "max_model_len": policy.context,
+        "max_num_seqs": rollout.max_sequences,
+        # chunked prompts reset the generator after a discarded token, which fails on CPUs: vLLM dies
+        "enable_chunked_prefill": gpu,
+        "max_num_batched_tokens": at_once if gpu else max(at_once, policy.context),
+        "kv_cache_memory_bytes": int(section.cache_gb * 2**30),
+        "enforce_eager": not (gpu if section.compile == "auto" else section.compile),
+        **({"enable_sleep_mode": True} if section.sleep else {}),
+        **({} if processor is None else _SEEING),
+        **section.options,
+    }
+    launch = VLLMLaunchConfig(
+        python,
+        folder,
+        {
+            "arguments": arguments,
+            "weights": str(use.weights or folder / "weights"),
+            "folder": str(folder),
+            "names": {} if processor is None else checkpoint_names(policy.model),
+        },
+        threads=torch.get_num_threads(),
+        deadline_s=section.deadline_s,
+        lock=lock,
+    )
+    return VLLMEngine(
+        launch,
+        policy.tokenizer,
+        eos_ids=policy.eos_ids,
+        context=policy.context,
+        restarts=section.restarts,
+        checksum=XXH3 if found["xxhash"] else CRC32,
+    )
