@@ -134,11 +134,11 @@ def applies_processors(engine: RolloutEngine) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """What a stage asks of its engine besides completions."""
+    """A stage's wishes for its engine besides completions."""
 
     record_routing: bool = False  #: record the experts of each token, for training through the same ones
     weights: Path | None = None
-    """Where an engine in another process finds weights that somebody shares already; None: `build_publisher` shares
+    """Place of weights that somebody shares already, for an engine in another process; None: `build_publisher` shares
     them at the engine's `weights_path`."""
 
 
