@@ -18,20 +18,19 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bench import machine
-from bench.harness import RESULTS, ROOT, BenchError, import_path, note
+from bench.harness import RESULTS, ROOT, BenchError, import_path, need, note
 from bench.worker import versions
 
 #: Modules, and the tests that have to detect a change in them: fast tests of the module rather than of a whole run. A
 #: module belongs to the first pattern that matches.
 AREAS: dict[str, tuple[str, ...]] = {
     "src/rollmill/algorithms/[bpr]*.py": (  # binding and recipes: what the keys of a run file turn into
-        "tests/algorithms/*.py",
+        "tests/algorithms/test_*.py",
         "tests/trainer/test_formulas.py",
         "tests/trainer/test_kto.py",
         "tests/trainer/test_masks.py",
@@ -39,7 +38,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/trainer/test_kl.py",
         "tests/trainer/test_distillation.py",
     ),
-    "src/rollmill/algorithms/*.py": ("tests/algorithms/*.py",),
+    "src/rollmill/algorithms/*.py": ("tests/algorithms/test_*.py",),
     "src/rollmill/trainer/loss.py": (
         "tests/trainer/test_objective.py",
         "tests/trainer/test_step.py",
@@ -90,37 +89,34 @@ def main(arguments: list[str], only_json: bool) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where mutation.json is written")
     args = parser.parse_args(arguments)
-    if find_spec("mutmut") is None:
-        raise BenchError("mutmut is not installed: pip install 'rollmill[bench]'")
+    need("mutmut", "pip install 'rollmill[bench]'")
     path = args.folder / "mutation.json"
     earlier = json.loads(path.read_text())["modules"] if path.exists() else {}
     kept = {module: row for module, row in earlier.items() if (ROOT / module).exists()}
     listed = tomllib.loads(ACCEPTED.read_text())
-    rows, outdated = dict[str, Any](), list[str]()
+    rows, outdated = dict[str, Any](), False
     for modules, tests in _areas(args.module):
-        note(f"  {', '.join(modules)}")
-        folder = BUILD / Path(modules[0]).with_suffix("").name
+        folder = BUILD / Path(modules[0]).stem
         _run(folder, modules, tests, args.jobs)
         for module in modules:
-            reasons = {(e["function"], e["change"]): e["reason"] for e in listed.get(module, [])}
+            reasons = {(entry["function"], entry["change"]): entry["reason"] for entry in listed.get(module, [])}
             if not (mutants := list(counted_mutants(folder, module))):
-                note(f"  {module}: none")  # mutmut leaves decorated functions alone
-                continue
-            rows[module] = row_of(mutants, reasons)
-            survived = {(e["function"], e["change"]) for e in rows[module]["survivors"]}
-            outdated += [f"{module} {function}: {change}" for function, change in sorted(set(reasons) - survived)]
+                continue  # a module of declarations
+            rows[module] = row = row_of(mutants, reasons)
+            if not only_json:
+                print(f"{module}: {row['killed']} of {row['counted']} killed, {row['killed'] / row['counted']:.1%}")
+            survived = {(each["function"], each["change"]) for each in row["survivors"]}
             for function, change in sorted(survived - set(reasons)):
-                note(f"  {module} {function}: {change}")
+                note(f"  {function}: {change}")
+            for function, change in sorted(set(reasons) - survived):
+                note(f"  {ACCEPTED.name}: {function}: {change!r} is killed, or no mutant any more; take it out")
+                outdated = True
         _write(path, kept | rows)
     if not rows:
-        raise BenchError(f"no module matches {', '.join(args.module)}")
-    for each in outdated:
-        note(f"  mutation.toml: {each!r} is killed, or no mutant any more; take it out")
-    if not only_json:
-        print(_table(rows))
+        raise BenchError(f"no mutants of {', '.join(args.module)}")
     killed, counted = (sum(row[key] for row in rows.values()) for key in ("killed", "counted"))
     print(json.dumps({"bench": "mutation", "killed": killed, "of": counted, "share": round(killed / counted, 4)}))
-    return int(bool(outdated) or any(row["killed"] < TARGET * row["counted"] for row in rows.values()))
+    return int(outdated or any(row["killed"] < TARGET * row["counted"] for row in rows.values()))
 
 
 def _areas(patterns: list[str]) -> Iterator[tuple[list[str], list[str]]]:
@@ -129,9 +125,10 @@ def _areas(patterns: list[str]) -> Iterator[tuple[list[str], list[str]]]:
     for area, tests in AREAS.items():
         modules = [module for module in _files(area) if module not in taken]
         taken.update(modules)
-        chosen = [m for m in modules if not patterns or any(fnmatch(m, f"*{pattern}*") for pattern in patterns)]
-        if chosen:
-            yield chosen, [file for test in tests for file in _files(test) if Path(file).name.startswith("test_")]
+        if patterns:
+            modules = [module for module in modules if any(fnmatch(module, f"*{pattern}*") for pattern in patterns)]
+        if modules:
+            yield modules, [file for test in tests for file in _files(test)]
 
 
 def _files(pattern: str) -> list[str]:
@@ -151,31 +148,28 @@ def _run(folder: Path, modules: list[str], tests: list[str], jobs: int) -> None:
     plain = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0", "PYTHONPATH": import_path()}
     names = [module.removeprefix("src/").removesuffix(".py").replace("/", ".") + ".*" for module in modules]
     command = [sys.executable, "-c", "from mutmut.__main__ import cli; cli()", "run", "--max-children", str(jobs)]
-    with (folder / "log.txt").open("w+") as log:
-        code = subprocess.run(
-            [*command, *names], cwd=folder, env={**os.environ, **plain}, stdout=log, stderr=log
-        ).returncode
-        if code:
-            log.seek(0)
-            tail = "\n".join(log.read().splitlines()[-15:])
-            raise BenchError(f"mutmut ended with exit code {code}; {log.name}:\n{tail}")
+    path = folder / "log.txt"
+    with path.open("w") as log:
+        done = subprocess.run([*command, *names], cwd=folder, env=os.environ | plain, stdout=log, stderr=log)
+    if done.returncode:
+        tail = "\n".join(path.read_text().splitlines()[-15:])
+        raise BenchError(f"mutmut ended with exit code {done.returncode}; {path}:\n{tail}")
 
 
 def counted_mutants(folder: Path, module: str) -> Iterator[tuple[str, str, int]]:
     """Yield function, change and exit code of pytest of each mutant that differs in something that matters."""
-    functions = {
-        node.name: node
-        for node in ast.walk(ast.parse((folder / "mutants" / module).read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    found = json.loads((folder / "mutants" / f"{module}.meta").read_text())["exit_code_by_key"]
-    for key, code in found.items():
+    tree = ast.parse((folder / "mutants" / module).read_text())
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for key, code in json.loads((folder / "mutants" / f"{module}.meta").read_text())["exit_code_by_key"].items():
         if code in (None, *UNFINISHED):
             raise BenchError(f"mutmut did not finish {key} (code {code}): {folder / 'log.txt'}")
-        name = key.rpartition(".")[2]
-        original = f"{name.partition('__mutmut_')[0]}__mutmut_orig"
-        function = name.partition("__mutmut_")[0].removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
-        old, new = (ast.unparse(functions[each]).replace(each, function).splitlines() for each in (original, name))
+        mutant = key.rpartition(".")[2]
+        mangled = mutant.partition("__mutmut_")[0]
+        function = mangled.removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
+        old, new = (
+            ast.unparse(functions[name]).replace(name, function).splitlines()
+            for name in (f"{mangled}__mutmut_orig", mutant)
+        )
         before, after = (" ".join(map(str.strip, lines)) for lines in _difference(old, new, around=0))
         if WITHOUT_EFFECT.sub("", before) != WITHOUT_EFFECT.sub("", after):
             if len(before) + len(after) > 160:
@@ -195,6 +189,7 @@ def _alike(one: Sequence[str], two: Sequence[str]) -> int:
 
 
 def row_of(mutants: list[tuple[str, str, int]], reasons: dict[tuple[str, str], str]) -> dict[str, Any]:
+    """Count a module's mutants; `reasons` has those that change nothing."""
     survivors = [
         {
             "function": function,
@@ -225,15 +220,3 @@ def _write(path: Path, rows: dict[str, Any]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _table(modules: dict[str, Any]) -> str:
-    keys = ("mutants", "equivalent", "killed", "survived")
-    total = {key: sum(row[key] for row in modules.values()) for key in (*keys, "counted")}
-    rows: list[tuple[str, ...]] = [("module", *keys, "share killed")]
-    for name, row in [*modules.items(), ("all", total)]:
-        share = f"{row['killed'] / row['counted']:.1%}" if row["counted"] else "-"
-        rows.append((name.removeprefix("src/rollmill/"), *(str(row[key]) for key in keys), share))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

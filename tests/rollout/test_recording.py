@@ -198,6 +198,7 @@ def test_a_call_goes_on_only_with_the_pictures_of_the_one_before() -> None:
     seen, other = experiences(recorder)
     assert seen.action_mask.tolist() == [False, True, False, True]
     assert other.action_mask.tolist() == [False, False, False, True]
+    assert (seen.prompt, other.prompt) == ("prompt 0", "prompt 2")
     assert [[turn["text"] for turn in one.info[PICTURE_TURNS]] for one in (seen, other)] == [["cat", "!"], ["dog", "!"]]
 
 
