@@ -29,7 +29,7 @@ from bench.worker import versions
 #: Modules, and the tests that have to detect a change in them: fast tests of the module rather than of a whole run. A
 #: module belongs to the first pattern that matches.
 AREAS: dict[str, tuple[str, ...]] = {
-    "src/rollmill/algorithms/[bpr]*.py": (  # binding and recipes: what the keys of a run file turn into
+    "src/rollmill/algorithms/[bipr]*.py": (  # binding and recipes: what the keys of a run file turn into
         "tests/algorithms/test_*.py",
         "tests/trainer/test_formulas.py",
         "tests/trainer/test_kto.py",
@@ -99,17 +99,17 @@ def main(arguments: list[str], only_json: bool) -> int:
         folder = BUILD / Path(modules[0]).stem
         _run(folder, modules, tests, args.jobs)
         for module in modules:
-            reasons = {(entry["function"], entry["change"]): entry["reason"] for entry in listed.get(module, [])}
             if not (mutants := list(counted_mutants(folder, module))):
                 continue  # a module of declarations
-            rows[module] = row = row_of(mutants, reasons)
+            equivalent = listed.get(module, {})
+            rows[module] = row = row_of(mutants, equivalent)
             if not only_json:
                 print(f"{module}: {row['killed']} of {row['counted']} killed, {row['killed'] / row['counted']:.1%}")
-            survived = {(each["function"], each["change"]) for each in row["survivors"]}
-            for function, change in sorted(survived - set(reasons)):
-                note(f"  {function}: {change}")
-            for function, change in sorted(set(reasons) - survived):
-                note(f"  {ACCEPTED.name}: {function}: {change!r} is killed, or no mutant any more; take it out")
+            survived = {each["mutant"] for each in row["survivors"]}
+            for mutant in sorted(survived - set(equivalent)):
+                note(f"  {mutant}")
+            for mutant in sorted(set(equivalent) - survived):
+                note(f"  {ACCEPTED.name}: {mutant!r} is killed, or no mutant any more; take it out")
                 outdated = True
         _write(path, kept | rows)
     if not rows:
@@ -156,8 +156,8 @@ def _run(folder: Path, modules: list[str], tests: list[str], jobs: int) -> None:
         raise BenchError(f"mutmut ended with exit code {done.returncode}; {path}:\n{tail}")
 
 
-def counted_mutants(folder: Path, module: str) -> Iterator[tuple[str, str, int]]:
-    """Yield function, change and exit code of pytest of each mutant that differs in something that matters."""
+def counted_mutants(folder: Path, module: str) -> Iterator[tuple[str, int]]:
+    """Yield each mutant that differs in something that matters, as "function: old -> new", and pytest's exit code."""
     tree = ast.parse((folder / "mutants" / module).read_text())
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     for key, code in json.loads((folder / "mutants" / f"{module}.meta").read_text())["exit_code_by_key"].items():
@@ -174,7 +174,7 @@ def counted_mutants(folder: Path, module: str) -> Iterator[tuple[str, str, int]]
         if WITHOUT_EFFECT.sub("", before) != WITHOUT_EFFECT.sub("", after):
             if len(before) + len(after) > 160:
                 before, after = (f"..{text}.." for text in _difference(before, after, around=40))
-            yield function, f"{before} -> {after}", code
+            yield f"{function}: {before} -> {after}", code
 
 
 def _difference(one: T, two: T, around: int) -> tuple[T, T]:
@@ -188,27 +188,16 @@ def _alike(one: Sequence[str], two: Sequence[str]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
 
 
-def row_of(mutants: list[tuple[str, str, int]], reasons: dict[tuple[str, str], str]) -> dict[str, Any]:
-    """Count a module's mutants; `reasons` has those that change nothing."""
+def row_of(mutants: list[tuple[str, int]], equivalent: dict[str, str]) -> dict[str, Any]:
+    """Count a module's mutants; `equivalent` has those that change nothing, with the reason."""
     survivors = [
-        {
-            "function": function,
-            "change": change,
-            "equivalent": (function, change) in reasons,
-            "reason": reasons.get((function, change), f"no test {'calls' if code else 'notices'} it"),
-        }
-        for function, change, code in mutants
+        {"mutant": mutant, "reason": equivalent.get(mutant, f"no test {'calls' if code else 'notices'} it")}
+        for mutant, code in mutants
         if code in (SURVIVED, *UNTESTED)
     ]
-    equivalent = sum(bool(each["equivalent"]) for each in survivors)
-    return {
-        "mutants": len(mutants),
-        "equivalent": equivalent,
-        "counted": len(mutants) - equivalent,
-        "killed": len(mutants) - len(survivors),
-        "survived": len(survivors) - equivalent,
-        "survivors": survivors,
-    }
+    counted = len(mutants) - sum(each["mutant"] in equivalent for each in survivors)
+    killed = len(mutants) - len(survivors)
+    return {"mutants": len(mutants), "counted": counted, "killed": killed, "survivors": survivors}
 
 
 def _write(path: Path, rows: dict[str, Any]) -> None:
