@@ -426,10 +426,11 @@ def test_gae_of_a_long_sequence_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     values, rewards = torch.randn(2, 2000, generator=generator)
     sequence = torch.zeros(2000, dtype=torch.long)
-    got = gae(values, rewards, sequence, gamma=0.999, lam=0.99).advantages
-    expected = loop_gae(values.tolist(), rewards.tolist(), [0] * 2000, 0.999, {0: 0.99})
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    got = gae(values, rewards, sequence, gamma=0.999, lam=0.99)
+    expected = torch.tensor(loop_gae(values.tolist(), rewards.tolist(), [0] * 2000, 0.999, {0: 0.99}))
+    assert got.advantages.dtype == got.returns.dtype == torch.float32
+    torch.testing.assert_close(got.advantages, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got.returns, expected + values, rtol=1e-6, atol=1e-6)
     lam = torch.tensor([0.999])
     got = gae(values, rewards, sequence, gamma=0.999, lam=lam).advantages
     expected = loop_gae(values.tolist(), rewards.tolist(), [0] * 2000, 0.999, {0: lam.item()})
@@ -570,7 +571,9 @@ def test_gigpo_gives_nothing_to_the_steps_behind_a_missing_reward() -> None:
 def test_gigpo_is_computed_in_float64() -> None:
     rewards = 100 + torch.rand(200, generator=torch.Generator().manual_seed(0))
     where = (torch.arange(200) // 20, torch.arange(200) // 4, torch.arange(200) % 2)
-    torch.testing.assert_close(gigpo(rewards, *where).double(), gigpo(rewards.double(), *where), rtol=0, atol=2e-6)
+    got = gigpo(rewards, *where)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), gigpo(rewards.double(), *where), rtol=0, atol=2e-6)
 
 
 def test_gigpo_leaves_out_an_episode_with_a_missing_reward() -> None:

@@ -81,13 +81,13 @@ def test_sampled_tokens_give_the_gradient_of_the_reverse_kl() -> None:
 
 def test_value_loss_takes_the_worse_of_both_errors() -> None:
     """Beyond the clip: no gradient if the step went towards the return, the full one if it went away from it."""
-    value = torch.tensor([1.1, 2.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
-    old, returns = torch.ones(4).double(), torch.tensor([3.0, 3.0, 0.0, 3.0], dtype=torch.float64)
+    value = torch.tensor([1.1, 2.0, 2.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
+    old, returns = torch.ones(5).double(), torch.tensor([3.0, 3.0, 0.0, 3.0, 0.0], dtype=torch.float64)
     loss = value_loss(value, old, returns)
-    expected = [0.5 * 1.9**2, 0.5 * 1.8**2, 0.5 * 2**2, 0.5 * 3**2]
+    expected = [0.5 * 1.9**2, 0.5 * 1.8**2, 0.5 * 2**2, 0.5 * 3**2, 0.5 * 0.8**2]
     assert loss.tolist() == pytest.approx(expected)
     (gradient,) = torch.autograd.grad(loss.sum(), value)
-    assert gradient.tolist() == pytest.approx([-1.9, 0, 2, -3])
+    assert gradient.tolist() == pytest.approx([-1.9, 0, 2, -3, 0])
 
 
 @given(st.floats(-3, 3), st.floats(-3, 3), st.floats(-3, 3))

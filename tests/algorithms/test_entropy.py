@@ -212,10 +212,11 @@ def test_the_entropy_coefficient_rises_below_the_target_and_counts_only_there() 
         control.update(entropy)
         weights.append(control.weight)
     assert weights == pytest.approx([0.0, 0.0, 0.005, 0.01, 0.012, 0.012, 0.0, 0.012])
-    control.update(0.5)
-    other = AdaptiveEntropy(0.0, target=0.2, delta=0.005, maximum=0.012)
-    other.load_state_dict(control.state_dict())
+    for entropy, weight in ((0.1, 0.012), (0.5, 0.0)):
+        control.update(entropy)
+        other = AdaptiveEntropy(0.0, target=0.2, delta=0.005, maximum=0.012)
+        other.load_state_dict(control.state_dict())
+        assert other.weight == control.weight == pytest.approx(weight)
     for each in (control, other):
-        assert each.weight == 0
         each.update(0.0)
     assert other.weight == control.weight == pytest.approx(0.012)

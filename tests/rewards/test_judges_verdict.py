@@ -144,6 +144,7 @@ def test_winners(value: Any, winner: float | None) -> None:
         ("Is it \\boxed{7}?", None),
         ("I don't think it is bad. Score: 8", 0.8),
         ("I don't think it is bad! Score: 8", 0.8),
+        ("It is short. I don't think it is bad. Score: 8", 0.8),
         ("I don't think it is bad\nScore: 8", 0.8),
         ("I don't think the score is\n8", None),
         ("I don't think that it, after a look at every step of the whole long solution, has a score: 8", None),
@@ -262,6 +263,7 @@ def test_votes() -> None:
     [
         '{"a":' * 5000,
         '{"a":[' * 400,
+        '{"a":' + "[" * 5000,
         "{" * 10**6,
         '{"' * 10**6,
         "[" * 10**6 + '{"score": 1',

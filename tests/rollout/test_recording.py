@@ -9,13 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollmill.data.picture_turns import PICTURE_TURNS, PictureTurn
 from rollmill.progress import Progress, progress_counters
 from rollmill.rollout.recorder import REPETITION_KEY, RecordedCall, Recorder
 from rollmill.types import DRAFTED_KEY, Completion, DraftUse, Experience, StopReason, drafted_tokens
 
 
 def call(
-    recorder: Recorder, prompt: list[int], tokens: list[int], *, learned: bool = True, heat: float = 1.0, **of: Any
+    recorder: Recorder,
+    prompt: list[int],
+    tokens: list[int],
+    *,
+    learned: bool = True,
+    heat: float = 1.0,
+    role: str | None = None,
+    turns: tuple[PictureTurn, ...] | None = None,
+    **of: Any,
 ) -> RecordedCall:
     """Record a completion whose log-probs tell which token of which call they belong to; `of` it, what differs."""
     number, n = len(recorder.calls), len(tokens)
@@ -31,7 +40,7 @@ def call(
         index=0,
         **of,
     )
-    return recorder.add(completion, f"prompt {number}", heat, learned=learned)
+    return recorder.add(completion, f"prompt {number}", heat, learned=learned, role=role, turns=turns)
 
 
 def experiences(recorder: Recorder) -> list[Experience]:
@@ -47,6 +56,7 @@ def test_turns_that_go_on_are_one_experience() -> None:
     assert one.action_mask.tolist() == [False, False, True, True, False, True]
     assert one.logprobs.tolist() == [0, 0, -1, -2, 0, -101]
     assert one.versions.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert (one.logprobs.dtype, one.versions.dtype) == (np.float32, np.int32)
     assert [(turn.role, turn.text) for turn in one.turns] == [
         ("prompt", "prompt 0"), ("assistant", "call 0"), ("observation", "5"), ("assistant", "call 1"),
     ]  # fmt: skip
@@ -165,6 +175,31 @@ def test_steps_and_temperatures_are_experiences_of_their_own() -> None:
     assert (first.step_reward, first.anchor) == (0.25, "start")
     assert second.step_reward == 0.0
     assert [one.temperature for one in (second, third)] == [1.0, 0.5]
+
+
+def test_each_role_has_an_episode_of_its_own() -> None:
+    recorder = Recorder()
+    call(recorder, [1], [2], role="solver")
+    call(recorder, [1, 2], [3], role="critic")
+    call(recorder, [1, 2, 3], [4], role="critic")
+    call(recorder, [1, 2], [3])
+    found = experiences(recorder)
+    assert [one.role for one in found] == ["solver", "critic", None]
+    assert [one.episode for one in found] == ["g/0@solver", "g/0@critic", "g/0"]
+
+
+def test_a_call_goes_on_only_with_the_pictures_of_the_one_before() -> None:
+    """Pictures may differ where their tokens are the same."""
+    recorder = Recorder()
+    cat, dog, later = PictureTurn(0, "cat", ()), PictureTurn(0, "dog", ()), PictureTurn(2, "!", ())
+    call(recorder, [1], [2], turns=(cat,))
+    call(recorder, [1, 2, 3], [4], turns=(cat, later))
+    call(recorder, [1, 2, 3], [5], turns=(dog, later))
+    seen, other = experiences(recorder)
+    assert seen.action_mask.tolist() == [False, True, False, True]
+    assert other.action_mask.tolist() == [False, False, False, True]
+    assert (seen.prompt, other.prompt) == ("prompt 0", "prompt 2")
+    assert [[turn["text"] for turn in one.info[PICTURE_TURNS]] for one in (seen, other)] == [["cat", "!"], ["dog", "!"]]
 
 
 def test_what_is_not_learned_is_context() -> None:
