@@ -1,0 +1,96 @@
+"""Kernels, waits of the host and captures on the simulated device stay within budgets, which may only fall."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.simulated_cuda.trace import Trace, launches_nothing
+from support.toys import toy_model
+
+from rollmill.algorithms import build_recipe
+from rollmill.config.algorithms import GRPO, PPO
+from rollmill.config.rollout import SamplingConfig
+from rollmill.config.trainer import TrainerConfig
+from rollmill.engines.base import GenerationRequest
+from rollmill.engines.native import NativeEngine, model_runner
+from rollmill.trainer import Trainer
+from rollmill.types import Experience, experience_from_completion
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("simulated")]
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 32, "max_position_embeddings": 2048}
+
+
+@dataclass
+class Counted:
+    """What an engine did."""
+
+    steps: int = 0
+    captures: int = 0
+    kernels: list[int] = field(default_factory=list)  #: of each captured step
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    found = Counted()
+    capture, decode = model_runner.GraphedStep.__init__, model_runner.ModelRunner.decode
+
+    def counting_capture(self: Any, *args: Any) -> None:
+        capture(self, *args)
+        found.captures += 1
+        found.kernels.append(sum(not launches_nothing(func) for func, *_ in self._graph.ops))
+
+    def counting_decode(self: Any, rows: Any) -> Any:
+        found.steps += 1
+        return decode(self, rows)
+
+    monkeypatch.setattr(model_runner.GraphedStep, "__init__", counting_capture)
+    monkeypatch.setattr(model_runner.ModelRunner, "decode", counting_decode)
+    yield found
+
+
+def engine(layers: int = 2, **options: Any) -> NativeEngine:
+    model = toy_model("qwen3", num_hidden_layers=layers, **SIZES).cuda()
+    made = NativeEngine(model, context=2048, prefill_tokens=4096, dtype=torch.bfloat16, **options)
+    made.weights_updated(0)
+    return made
+
+
+def generate(running: NativeEngine, requests: list[GenerationRequest]) -> list[Any]:
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*map(running.generate, requests))
+
+    return asyncio.run(all_of_them())
+
+
+def cohort(groups: int = 8, length: int = 40, **sampling: Any) -> list[GenerationRequest]:
+    """Prompts of equal length whose completions end together."""
+    rng = random.Random(0)
+    chosen = SamplingConfig(**({"max_new_tokens": 30} | sampling))
+    prompts = [[rng.randrange(8, 130) for _ in range(length)] for _ in range(groups)]
+    return [GenerationRequest(prompt, chosen, n=8, seed=seed) for seed, prompt in enumerate(prompts)]
+
+
+def test_kernels_of_a_captured_decode_step(counted: Counted) -> None:
+    generate(engine(layers=2), cohort())
+    two = counted.kernels[-1]
+    generate(engine(layers=4), cohort())
+    a_layer = (counted.kernels[-1] - two) / 2
+    assert a_layer <= KERNELS_A_LAYER
+    assert two - 2 * a_layer <= KERNELS_BESIDE
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 20}], ids=["plain", "truncated"])
+def test_waits_of_a_decode_step(counted: Counted, sampling: dict[str, Any]) -> None:
+    running = engine()
+    requests = cohort(**sampling)
+    with Trace() as trace:
+        generate(running, requests)
+    assert trace.waits() / counted.steps <= WAITS_OF_A_STEP[bool(sampling)], trace.report(counted.steps)
