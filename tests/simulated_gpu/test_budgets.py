@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.simulated_cuda.trace import Trace, launches_nothing
 from support.toys import toy_model
 
-from rollmill.algorithms import build_recipe
-from rollmill.config.algorithms import GRPO, PPO
 from rollmill.config.rollout import SamplingConfig
-from rollmill.config.trainer import TrainerConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine, model_runner
-from rollmill.trainer import Trainer
-from rollmill.types import Experience, experience_from_completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("simulated")]
 
+KERNELS_A_LAYER, KERNELS_BESIDE = 94, 25
+TRANSFERS_OF_A_STEP = 2
+CAPTURES_IN_CONVERSATIONS = 0.01
 SIZES: dict[str, Any] = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 32, "max_position_embeddings": 2048}
 
 
@@ -38,7 +34,7 @@ class Counted:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     found = Counted()
     capture, decode = model_runner.GraphedStep.__init__, model_runner.ModelRunner.decode
 
@@ -53,7 +49,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
 
     monkeypatch.setattr(model_runner.GraphedStep, "__init__", counting_capture)
     monkeypatch.setattr(model_runner.ModelRunner, "decode", counting_decode)
-    yield found
+    return found
 
 
 def engine(layers: int = 2, **options: Any) -> NativeEngine:
@@ -88,9 +84,42 @@ def test_kernels_of_a_captured_decode_step(counted: Counted) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 20}], ids=["plain", "truncated"])
-def test_waits_of_a_decode_step(counted: Counted, sampling: dict[str, Any]) -> None:
-    running = engine()
-    requests = cohort(**sampling)
-    with Trace() as trace:
-        generate(running, requests)
-    assert trace.waits() / counted.steps <= WAITS_OF_A_STEP[bool(sampling)], trace.report(counted.steps)
+def test_transfers_of_a_decode_step(counted: Counted, sampling: dict[str, Any]) -> None:
+    found = []
+    for tokens in (20, 30):  # within one bucket of the cache, so that the rest of both is equal
+        with Trace() as trace:
+            generate(engine(), cohort(max_new_tokens=tokens, **sampling))
+        found.append(trace.transfers())
+    assert (found[1] - found[0]) / 10 <= TRANSFERS_OF_A_STEP, trace.report(counted.steps)
+
+
+def test_uniform_completions_are_decoded_by_replays(counted: Counted) -> None:
+    running = engine(layers=1)
+    generate(running, cohort(max_new_tokens=128))
+    counts = running.counters()
+    assert counted.captures == counts["decode_captures"] == 4  # one for each bucket of the cache: 32, 64, 96, 128
+    assert counted.steps == counts["decode_steps"] == 127
+    assert counts["decode_replays"] == 127 - 4 * model_runner.CAPTURE_AFTER
+
+
+def test_conversations_are_hardly_captured(counted: Counted) -> None:
+    """Where rows come and go all the time, captures would take longer than the steps that they save."""
+    running = engine(layers=1, max_sequences=256)
+
+    async def converse(number: int) -> None:
+        rng = random.Random(number)
+        ids = [rng.randrange(8, 130) for _ in range(rng.randrange(20, 60))]
+        for turn in range(5):
+            sampling = SamplingConfig(max_new_tokens=rng.randrange(10, 60))
+            request = GenerationRequest(ids, sampling, seed=number, continues=turn < 4)
+            [completion] = await running.generate(request)
+            ids = [*ids, *completion.token_ids.tolist(), *[rng.randrange(8, 130) for _ in range(12)]]
+            for _ in range(rng.randrange(20)):  # a tool
+                await asyncio.sleep(0)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(converse, range(32)))
+
+    asyncio.run(all_of_them())
+    assert counted.steps > 200
+    assert counted.captures / counted.steps <= CAPTURES_IN_CONVERSATIONS

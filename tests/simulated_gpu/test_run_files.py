@@ -70,6 +70,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "Mixtral": {"checkpoint_of": "mixtral"},
     "Gemma": {"checkpoint_of": "gemma"},
 }
+EAGER = {"SFT"}
+"""Runs without decode steps that could be captured."""
 LOOSE = {"asynchronous, old keys and values kept"}
 """Runs whose engine computes with older keys and values on purpose."""
 
@@ -92,6 +94,5 @@ def test_a_run_trains(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert bool(gaps) == (name != "SFT")
     if name not in LOOSE:
         assert max(gaps, default=0.0) < (1e-4 if name == "fp32" else BF16_GAP)
-    # the check at load computes in fp32, where the experts of a mixture are multiplied one by one
-    uncaptured = [each.getMessage() for each in caplog.records if "cannot be captured" in each.getMessage()]
-    assert len(uncaptured) == int(architecture in ("qwen3_moe", "mixtral"))
+    assert not [each.getMessage() for each in caplog.records if "cannot be captured" in each.getMessage()]
+    assert name in EAGER or max(each.get("rollout/captured/share", 0.0) for each in updates) > 0

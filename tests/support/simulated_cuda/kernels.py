@@ -67,7 +67,7 @@ def _on_host(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @_quietly
-def _histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:  # noqa: A002
+def _histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     return torch.histc(values.cpu().double(), bins, min, max).to(values.device, values.dtype)  # CPUs: floats only
 
 

@@ -13,7 +13,8 @@ from support.simulated_cuda.build import nccl_module
 
 _NAME = "simulated_nccl"
 _spec = importlib.util.spec_from_file_location("nccl", nccl_module())
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 _library: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_library)
 _init_process_group = dist.init_process_group
@@ -28,9 +29,7 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
     """As torch's, with the simulation where "nccl" stands."""
-    return _init_process_group(
-        backend.replace("nccl", _NAME) if isinstance(backend, str) else backend, *args, **kwargs
-    )
+    return _init_process_group(backend.replace("nccl", _NAME) if isinstance(backend, str) else backend, *args, **kwargs)
 
 
 dist.Backend.register_backend(_NAME, _create, devices=["cuda"])

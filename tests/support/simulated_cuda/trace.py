@@ -51,10 +51,11 @@ class StreamCaptureError(RuntimeError):
 
 
 class Trace(TorchDispatchMode):
-    """Counts operations on CUDA tensors inside of a `with`, and what made the host wait.
+    """Counts operations on CUDA tensors inside of a `with`, and what crosses between host and device.
 
-    `launches` counts kernels, a replayed graph as one. `ops` counts them by operation, `lines` by line. `syncs` counts
-    waits by kind and line: "item", "d2h", "h2d pageable", "dynamic shape (nonzero)", ...
+    `launches` counts kernels, a replayed graph as one. `ops` counts them by operation, `lines` by line. `crossings`
+    counts transfers by kind and line: copies between host and device ("d2h", "h2d pageable", "h2d pinned"), and what
+    else makes the host wait ("item", "cuda.synchronize", "dynamic shape (nonzero)", ...).
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class Trace(TorchDispatchMode):
         self.launches = 0
         self.ops: Counter[str] = Counter()
         self.lines: Counter[str] = Counter()
-        self.syncs: Counter[tuple[str, str]] = Counter()
+        self.crossings: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Trace:
         _open.append(self)
@@ -79,22 +80,22 @@ class Trace(TorchDispatchMode):
         if on_device(args, kwargs, result):
             kind = host_wait(func, args, kwargs, result)
             if kind is not None:
-                self.syncs[kind, where()] += 1
+                self.crossings[kind, where()] += 1
             if not launches_nothing(func):
                 self.launches += 1
                 self.ops[str(func)] += 1
                 self.lines[where()] += 1
         return result
 
-    def waits(self) -> int:
-        """How often the host waited."""
-        return sum(self.syncs.values())
+    def transfers(self) -> int:
+        """How often data crossed, or the host waited."""
+        return sum(self.crossings.values())
 
     def report(self, steps: int = 1, most: int = 30) -> str:
-        """Kernels and waits per step, the most frequent ones first."""
-        lines = [f"{self.launches / steps:.1f} kernels, {self.waits() / steps:.2f} waits a step"]
+        """Kernels and transfers per step, the most frequent ones first."""
+        lines = [f"{self.launches / steps:.1f} kernels, {self.transfers() / steps:.2f} transfers a step"]
         lines += [
-            f"  {count / steps:8.2f}  {kind:28s} {place}" for (kind, place), count in self.syncs.most_common(most)
+            f"  {count / steps:8.2f}  {kind:28s} {place}" for (kind, place), count in self.crossings.most_common(most)
         ]
         return "\n".join(lines)
 
@@ -102,7 +103,7 @@ class Trace(TorchDispatchMode):
 def note_sync(kind: str) -> None:
     """Count a wait of the host in all open traces."""
     for trace in _open:
-        trace.syncs[kind, where()] += 1
+        trace.crossings[kind, where()] += 1
 
 
 def note_launches(name: str, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Installs the simulated CUDA device right after torch is imported, in every Python that has this folder on its path."""
+"""Installs the simulated CUDA device right after torch is imported, in each Python with this folder on its path."""
 
 import importlib.util
 import os
