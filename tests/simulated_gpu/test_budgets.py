@@ -7,20 +7,29 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.simulated_cuda.trace import Trace, launches_nothing
 from support.toys import toy_model
 
+from rollmill.algorithms import build_recipe
+from rollmill.config.algorithms import GRPO, PPO
 from rollmill.config.rollout import SamplingConfig
+from rollmill.config.trainer import TrainerConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine, model_runner
+from rollmill.models.transfers import to_device, to_host
+from rollmill.trainer import Trainer
+from rollmill.trainer.batch import build_token_table
+from rollmill.types import Experience, experience_from_completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("simulated")]
 
 KERNELS_A_LAYER, KERNELS_BESIDE = 94, 25
 TRANSFERS_OF_A_STEP = 2
 CAPTURES_IN_CONVERSATIONS = 0.01
+TRANSFERS_OF_TRAINING = {"grpo": (35, 3), "ppo": (60, 7)}  # a step, and each micro-batch after the first
 SIZES: dict[str, Any] = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 32, "max_position_embeddings": 2048}
 
 
@@ -123,3 +132,46 @@ def test_conversations_are_hardly_captured(counted: Counted) -> None:
     asyncio.run(all_of_them())
     assert counted.steps > 200
     assert counted.captures / counted.steps <= CAPTURES_IN_CONVERSATIONS
+
+
+def batch(model: Any) -> list[Experience]:
+    """64 completions of 8 prompts, with rewards that differ."""
+    running = NativeEngine(model, context=256, dtype=torch.bfloat16)
+    running.weights_updated(0)
+    sampling = SamplingConfig(max_new_tokens=20)
+    prompts = [list(range(8, 18 + number)) for number in range(8)]
+    groups = generate(running, [GenerationRequest(each, sampling, n=8, seed=i) for i, each in enumerate(prompts)])
+    made = []
+    for group, completions in enumerate(groups):
+        for each in completions:
+            name = {"id": f"{group}/{each.index}", "task_id": f"t{group}", "group": str(group), "prompt": "p"}
+            made.append(experience_from_completion(each, **name, temperature=1.0))
+            made[-1].reward = float(np.random.default_rng(each.index + 10 * group).random() > 0.5)
+    return made
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_transfers_of_a_training_step(name: str) -> None:
+    options: Any = GRPO() if name == "grpo" else PPO(critic={"lr": 1e-3})
+    counts, passes = [], []
+    for tokens in (100_000, 300):
+        model = toy_model("qwen3", num_hidden_layers=2, **SIZES).cuda()
+        experiences = batch(model)
+        config = TrainerConfig(lr=1e-3, precision="bf16", micro_batch_tokens=tokens)
+        trainer = Trainer(model, build_recipe(options, max_new_tokens=20), config, total_steps=10, device="cuda")
+        table = build_token_table(experiences, torch.device("cuda"))
+        passes.append(len(trainer._passes.rows(experiences, table, range(len(experiences)))))
+        with Trace() as trace:
+            trainer.step(experiences, 0)
+        counts.append(trace.transfers())
+    step, more = TRANSFERS_OF_TRAINING[name]
+    assert counts[0] <= step, trace.report()
+    assert (counts[1] - counts[0]) / (passes[1] - passes[0]) <= more, trace.report()
+
+
+def test_several_arrays_are_one_transfer() -> None:
+    arrays = [np.arange(6).reshape(2, 3), np.zeros((0, 3), np.float32), np.array([True, False]), np.array([0.5])]
+    with Trace() as trace:
+        there = to_device(arrays, torch.device("cuda"))
+        to_host([there[0].T, *there[1:]])
+    assert sorted(kind for kind, _ in trace.crossings.elements()) == ["d2h", "h2d pinned"]
