@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
@@ -26,6 +27,7 @@ from transformers import AttentionInterface
 
 from rollmill.errors import ModelError
 from rollmill.models.recurrent import RecurrentCall, use_recurrent_handler
+from rollmill.models.transfers import to_device
 
 ATTENTION_IMPLEMENTATION = "rollmill"
 
@@ -318,12 +320,13 @@ class VarlenAttention:
                 rows.extend(range(starts[parent], starts[parent + 1]))
             rows.extend(range(starts[i], starts[i + 1]))
             key_starts.append(len(rows))
-        self._query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
-        self._key_starts = torch.tensor(key_starts, dtype=torch.int32, device=device)
+        shared = any(parent >= 0 for parent in parents)
+        places = np.array(rows if shared else [], np.int64)
+        columns = (np.array(starts, np.int32), np.array(key_starts, np.int32), places)
+        self._query_starts, self._key_starts, rows_T = to_device(columns, device)
+        self._rows = rows_T if shared else None
         self._max_query = max(lengths)
         self._max_key = max(b - a for a, b in pairwise(key_starts))
-        shared = any(parent >= 0 for parent in parents)
-        self._rows = torch.tensor(rows, device=device) if shared else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
         """[T, H, D], [T, K, D], [T, K, D] -> [T, H, D]. The kernel aligns causal masks with the last key."""

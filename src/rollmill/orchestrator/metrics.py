@@ -143,7 +143,8 @@ def engine_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> d
 
 def generation_metrics(before: Mapping[str, float], after: Mapping[str, float], generated: int) -> dict[str, float]:
     """For drafts and guesses: the share accepted of those tested, and the accepted share of all new tokens. For the
-    prefix cache: the share of prompt tokens found in it."""
+    prefix cache: the share of prompt tokens found in it. On a GPU: the share of decode steps that replayed a captured
+    one, and the number of captures."""
     metrics: dict[str, float] = {}
     for name in ("reuse", "guess"):
         tested, accepted = (
@@ -155,6 +156,12 @@ def generation_metrics(before: Mapping[str, float], after: Mapping[str, float], 
     hits, queries = (after.get(key, 0) - before.get(key, 0) for key in ("prefix_cache_hits", "prefix_cache_queries"))
     if hits:
         metrics["rollout/prefix_cache/share"] = hits / queries
+    steps, replays, captures = (
+        after.get(key, 0) - before.get(key, 0) for key in ("decode_steps", "decode_replays", "decode_captures")
+    )
+    if replays or captures:
+        metrics["rollout/captured/share"] = replays / steps
+        metrics["rollout/captured/captures"] = captures
     return metrics
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,11 +65,15 @@ class PackedAttention:
         both_ways: Mapping[int, Sequence[Block]] | None = None,
     ) -> None:
         self._layout, self._both_ways = layout, {i: runs for i, runs in (both_ways or {}).items() if runs}
-        self._blocks = _blocks(layout, device)
         self._device = device
         self._masks: dict[tuple[int, AttentionWindow, torch.dtype], Tensor | None] = {}
         self._sequences: dict[bool, list[_RecurrentBatch]] = {}
         self._varlen: VarlenAttention | None = None
+
+    @cached_property
+    def _blocks(self) -> list[AttentionBlock]:
+        """The blocks, whose tensors go to the device when a layer needs them: the GPU's own kernel does not."""
+        return _blocks(self._layout, self._device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Attention of one layer: query [1, H, T, D], key [1, K, T, D] and value [1, K, T, V] -> [1, T, H, V]."""

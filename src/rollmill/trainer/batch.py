@@ -25,6 +25,7 @@ from torch import Tensor
 from rollmill.data.picture_prompts import Block
 from rollmill.models.attention import AttentionContext
 from rollmill.models.cpu.step_timing import CPU_ROW
+from rollmill.models.transfers import to_device
 from rollmill.models.vision import PictureSpan, batch_pictures
 from rollmill.trainer.attention import PackedAttention, SegmentLayout
 from rollmill.trainer.distributed.context_parallel import ContextParallelAttention, ContextShare
@@ -84,13 +85,15 @@ class TokenTable:
     temperature: Tensor  #: float32, of the rollout; 1 for demonstrations
     experience: Tensor  #: int64, index into the batch
     imitated: Tensor  #: bool
+    tempered: bool  #: some temperature is not 1
     offsets: list[int]  #: [N + 1], start of each experience's tokens
     positions: list[npt.NDArray[Any]]  #: N arrays: index of each action token within its experience
 
     @property
     def lengths(self) -> Tensor:
         """int64 [N]: action tokens of each experience."""
-        return torch.bincount(self.experience, minlength=len(self.positions))
+        counts = np.array([len(each) for each in self.positions], np.int64)
+        return to_device([counts], self.experience.device)[0]
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class MicroBatch:
     tokens: Tensor  #: int64 [M], index of each action token in the batch's TokenTable
     sequence: Tensor  #: int64 [M], index into `experiences`
     group: Tensor  #: int64 [M], index of the token's group within the row
+    lengths: list[int]  #: action tokens of each experience
     routing: Tensor | None = None
     """int16 [T, L, k]: experts that the rollout chose for each token, -1 where unknown; None: all unknown."""
     pictures: tuple[PictureSpan, ...] = ()  #: tokens of experiences whose prompts have pictures
@@ -140,11 +144,9 @@ class MicroBatch:
             sources: source of each experience of the batch.
             among: whether each experience of the batch may be chosen; None: all may.
         """
-        matches = torch.tensor(
-            [sources[i] is source and (among is None or among[i]) for i in self.experiences],
-            device=self.sequence.device,
-        )
-        return matches[self.sequence].nonzero()[:, 0]
+        matches = [sources[i] is source and (among is None or among[i]) for i in self.experiences]
+        found = np.flatnonzero(np.repeat(np.array(matches, bool), self.lengths))
+        return to_device([found.astype(np.int64)], self.sequence.device)[0]
 
 
 def build_token_table(experiences: Sequence[Experience], device: torch.device) -> TokenTable:
@@ -152,22 +154,29 @@ def build_token_table(experiences: Sequence[Experience], device: torch.device) -
     positions = [np.flatnonzero(e.action_mask[1:]) + 1 for e in experiences]
     counts = [len(p) for p in positions]
 
-    def gather(arrays: list[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
+    def gather(arrays: list[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         picked = [a[p] for a, p in zip(arrays, positions, strict=True)]
-        return torch.from_numpy(np.concatenate([*picked, np.zeros(0, np.int32)])).to(device, dtype)
+        return np.concatenate([*picked, np.zeros(0, np.int32)]).astype(dtype)
 
-    def spread(values: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values), counts)).to(device, dtype)
-
+    imitated = [e.source is ExperienceSource.EXPERT for e in experiences]
+    temperatures = [1.0 if own else e.temperature for own, e in zip(imitated, experiences, strict=True)]
+    columns = [
+        gather([e.token_ids for e in experiences], np.int64),
+        gather([e.logprobs for e in experiences], np.float32),
+        gather([e.versions for e in experiences], np.int64),
+        np.repeat(np.array(temperatures, np.float32), counts),
+        np.repeat(np.arange(len(experiences)), counts),
+        np.repeat(np.array(imitated, bool), counts),
+    ]
+    target, rollout_logprob, version, temperature, experience, of_demonstrations = to_device(columns, device)
     return TokenTable(
-        target=gather([e.token_ids for e in experiences], torch.int64),
-        rollout_logprob=gather([e.logprobs for e in experiences], torch.float32),
-        version=gather([e.versions for e in experiences], torch.int64),
-        temperature=spread(
-            [1.0 if e.source is ExperienceSource.EXPERT else e.temperature for e in experiences], torch.float32
-        ),
-        experience=spread([float(i) for i in range(len(experiences))], torch.int64),
-        imitated=spread([float(e.source is ExperienceSource.EXPERT) for e in experiences], torch.bool),
+        target=target,
+        rollout_logprob=rollout_logprob,
+        version=version,
+        temperature=temperature,
+        experience=experience,
+        imitated=of_demonstrations,
+        tempered=any(each != 1 for each in temperatures),
         offsets=np.cumsum([0, *counts]).tolist(),
         positions=positions,
     )
@@ -239,7 +248,7 @@ def _dummy_row(device: torch.device) -> MicroBatch:
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     none = token[0, :0]
     attention = PackedAttention(SegmentLayout((1,), (-1,)), device)
-    return MicroBatch([], token, token, attention, rows=none, tokens=none, sequence=none, group=none)
+    return MicroBatch([], token, token, attention, rows=none, tokens=none, sequence=none, group=none, lengths=[])
 
 
 def _split_family(atoms: list[list[int]], cost: Callable[[list[int]], int], budget: int) -> list[list[int]]:
@@ -321,24 +330,31 @@ def _micro_batch(
     for segment in segments:
         segment.start, start = start, start + segment.length
 
-    def tensor(pieces: list[npt.NDArray[Any]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(pieces)).to(device, torch.int64)
-
     groups: dict[str, int] = {}
     layout = SegmentLayout(
         tuple(s.length for s in segments), tuple(-1 if s.parent is None else number[id(s.parent)] for s in segments)
     )
+    lengths = [len(table.positions[i]) for i in homes]
+    of_group = [groups.setdefault(experiences[i].group, len(groups)) for i in homes]
+    columns = [
+        np.concatenate([experiences[s.experience].token_ids[s.first : s.last] for s in segments]),
+        np.concatenate([np.arange(s.first, s.last) for s in segments]),
+        np.concatenate([_rows(table.positions[i] - 1, *home) for i, home in homes.items()]),
+        np.concatenate([np.arange(table.offsets[i], table.offsets[i + 1]) for i in homes]),
+        np.repeat(np.arange(len(homes)), lengths),
+        np.repeat(np.array(of_group), lengths),
+    ]
+    input_ids, position_ids, rows, tokens, sequence, group = to_device([x.astype(np.int64) for x in columns], device)
     return MicroBatch(
         experiences=list(homes),
-        input_ids=tensor([experiences[s.experience].token_ids[s.first : s.last] for s in segments])[None],
-        position_ids=tensor([np.arange(s.first, s.last) for s in segments])[None],
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
         attention=PackedAttention(layout, device, _both_ways(experiences, segments)),
-        rows=tensor([_rows(table.positions[i] - 1, *home) for i, home in homes.items()]),
-        tokens=tensor([np.arange(table.offsets[i], table.offsets[i + 1]) for i in homes]),
-        sequence=tensor([np.full(len(table.positions[i]), n) for n, i in enumerate(homes)]),
-        group=tensor(
-            [np.full(len(table.positions[i]), groups.setdefault(experiences[i].group, len(groups))) for i in homes]
-        ),
+        rows=rows,
+        tokens=tokens,
+        sequence=sequence,
+        group=group,
+        lengths=lengths,
         pictures=tuple(
             PictureSpan(own, s.start, s.first, s.length)
             for s in segments

@@ -150,7 +150,8 @@ class Critic:
         assert returns is not None
         assert old_values is not None
         rollouts = [i for i in batch.chosen if batch.experiences[i].source == ExperienceSource.ROLLOUT]
-        chosen = [i for i in rollouts if len(table.positions[i]) and bool(advantages.counted[i])]
+        counted_N = advantages.counted.tolist()
+        chosen = [i for i in rollouts if len(table.positions[i]) and counted_N[i]]
         if not chosen:
             return {}
         counted = torch.zeros_like(advantages.counted)

@@ -64,6 +64,7 @@ def compute_logprobs(
         scale=_logit_scale(model.config),
         entropy_gradient=entropy_gradient,
         dtype=torch.bfloat16 if bf16 else None,
+        tempered=table.tempered,
     )
     logprob, entropy = micro.gather(logprob, entropy)
     return logprob, entropy if entropy_gradient else entropy.detach()
@@ -125,6 +126,7 @@ def token_logprobs(
     scale: float = 1.0,
     entropy_gradient: bool = False,
     dtype: torch.dtype | None = None,
+    tempered: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """log_softmax(logits / temperature)[target] and the entropy of that distribution, for chosen rows.
 
@@ -132,11 +134,14 @@ def token_logprobs(
     (float64 for float64 inputs). Gradients flow into hidden states, weight and bias; backward recomputes the logits
     chunk by chunk, unless there was only one chunk. For `chunk` see `compute_logprobs`.
 
+    Args:
+        tempered: some temperature is not 1.
+
     Returns:
         log-probs [M] and entropies [M].
     """
     chunk = chunk or max(1, min(1024, CHUNK_LOGITS // weight_Vd.shape[0]))
-    options = _Options(chunk, softcap, scale, entropy_gradient, dtype or hidden_Td.dtype)
+    options = _Options(chunk, softcap, scale, entropy_gradient, dtype or hidden_Td.dtype, tempered)
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_Td, rows_M, weight_Vd, bias_V, target_M, temperature_M, options
     )
@@ -145,10 +150,16 @@ def token_logprobs(
 
 class _Options:
     def __init__(
-        self, chunk: int, softcap: float | None, scale: float, entropy_gradient: bool, dtype: torch.dtype
+        self,
+        chunk: int,
+        softcap: float | None,
+        scale: float,
+        entropy_gradient: bool,
+        dtype: torch.dtype,
+        tempered: bool,
     ) -> None:
         self.chunk, self.softcap, self.scale = chunk, softcap, scale
-        self.entropy_gradient, self.dtype = entropy_gradient, dtype
+        self.entropy_gradient, self.dtype, self.tempered = entropy_gradient, dtype, tempered
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -188,7 +199,7 @@ class _TokenLogprobs(torch.autograd.Function):
         options: _Options = ctx.options
         picked = hidden.index_select(0, rows).to(options.dtype)
         cast = weight.to(options.dtype)
-        scaled = options.scale != 1.0 or bool((temperature != 1).any())
+        scaled = options.scale != 1.0 or options.tempered
         grad_picked = torch.empty_like(picked)
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
@@ -239,7 +250,7 @@ def _log_softmax(
         tanh = logits.div_(options.softcap).tanh_()
         slope = 1 - tanh * tanh
         logits = tanh * options.softcap
-    if bool((temperature_C != 1).any()):
+    if options.tempered:
         logits.div_(temperature_C[:, None])
     return torch.log_softmax(logits, dim=-1), slope
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from rollmill.algorithms.recipe import LossInputs, Recipe
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.mismatch import LogprobMismatch
 
-_GAP = "mismatch"
+_GAP, _FRESH, _DRIFT = "mismatch", "fresh", "policy_drift/max"
+_INNER = {_GAP, _FRESH}  # sums that are no means over all tokens
 
 
 class TokenMetrics:
@@ -20,9 +22,10 @@ class TokenMetrics:
 
     def __init__(self, recipe: Recipe, ranks: RankGroup) -> None:
         self._recipe, self._ranks = recipe, ranks
-        self._sums: dict[str, float] = {}
+        # sums stay on the device until somebody asks: reading one makes the host wait
+        self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, float] = {}
-        self._gap_max = self._drift_max = 0.0
+        self._largest: dict[str, Tensor] = {}
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     def record(self, tokens: Tensor, logprob: Tensor, entropy: Tensor) -> None:
@@ -66,9 +69,11 @@ class TokenMetrics:
         self._add("kl", k3(inputs.rollout_logprob, inputs.logprob), weight)
         self._add("policy_drift/mean", difference, weight)
         self._add("policy_drift/k1", k1(inputs.rollout_logprob, policy), weight)
-        self._add(_GAP, difference[fresh], weight)
-        self._drift_max = _running_max(self._drift_max, difference)
-        self._gap_max = _running_max(self._gap_max, difference[fresh])
+        self._compare(_DRIFT, difference)
+        gap = torch.where(fresh, difference, 0.0)
+        self._compare(_GAP, gap)
+        self._add(_GAP, gap, weight)
+        self._add(_FRESH, fresh, weight)
 
     @torch.no_grad()
     def demonstrated(self, inputs: LossInputs) -> None:
@@ -81,22 +86,35 @@ class TokenMetrics:
     @property
     def mismatch(self) -> LogprobMismatch:
         """Engine/trainer mismatch of the tokens sampled with the current weights."""
-        total, tokens = (self._ranks.merged({_GAP: each.get(_GAP, 0.0)})[_GAP] for each in (self._sums, self._counts))
-        return LogprobMismatch(tokens, total, self._ranks.greatest(self._gap_max))
+        own = {name: self._sums[name] for name in (_GAP, _FRESH) if name in self._sums}
+        sums = self._ranks.merged(_read(own))
+        return LogprobMismatch(sums.get(_FRESH, 0.0), sums.get(_GAP, 0.0), self._greatest(_GAP))
 
     def result(self) -> dict[str, float]:
         """Returns the means; metrics without tokens are left out."""
-        sums, counts = self._ranks.merged(self._sums), self._ranks.merged(self._counts)
-        means = {name: total / counts[name] for name, total in sums.items() if counts[name] and name != _GAP}
+        sums, counts = self._ranks.merged(_read(self._sums)), self._ranks.merged(self._counts)
+        means = {name: total / counts[name] for name, total in sums.items() if counts[name] and name not in _INNER}
         if "expert_entropy" in means and "entropy" not in means:
             means["entropy"] = means["expert_entropy"]
-        greatest = self._ranks.greatest(self._drift_max)
-        return means | ({"policy_drift/max": greatest} if "policy_drift/mean" in means else {})
+        greatest = self._greatest(_DRIFT)
+        return means | ({_DRIFT: greatest} if "policy_drift/mean" in means else {})
 
     def _add(self, name: str, values: Tensor, weight: float = 1.0) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + weight * float(values.sum(dtype=torch.float64))
+        total = weight * values.sum(dtype=torch.float64)
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
         self._counts[name] = self._counts.get(name, 0) + weight * len(values)
 
+    def _compare(self, name: str, values: Tensor) -> None:
+        """Keeps the largest of non-negative values."""
+        if len(values):
+            largest = values.max()
+            self._largest[name] = torch.maximum(self._largest[name], largest) if name in self._largest else largest
 
-def _running_max(so_far: float, values: Tensor) -> float:
-    return max(so_far, float(values.max())) if len(values) else so_far
+    def _greatest(self, name: str) -> float:
+        """The largest value so far of all ranks, 0 if there is none."""
+        return self._ranks.greatest(float(self._largest[name]) if name in self._largest else 0.0)
+
+
+def _read(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Reads all sums at once."""
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}

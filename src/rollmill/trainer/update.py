@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -39,6 +39,26 @@ class MiniBatch:
     step: int  #: training step
     fresh: Tensor  #: bool [A], sampled with the weights of this part's first pass
     draws: torch.Generator  #: for random choices among tokens; in the same state on all ranks
+
+
+def _read_losses(
+    found: Sequence[tuple[list[int], Mapping[str, Tensor]]],
+) -> tuple[dict[str, float], FailureCause | None]:
+    """Sums by name the losses of micro-batches, each with its experiences, and finds the first term that is not finite.
+
+    All are read at once, after the last backward pass: reading one makes the host wait for the device.
+    """
+    values = [value.double() for _, losses in found for value in losses.values()]
+    numbers = iter(torch.stack(values).tolist() if values else [])
+    totals: dict[str, float] = {"loss": 0.0}
+    culprit: FailureCause | None = None
+    for experiences, losses in found:
+        for name in losses:
+            number = next(numbers)
+            totals[name] = totals.get(name, 0.0) + number
+            if culprit is None and name != "loss" and not math.isfinite(number):
+                culprit = f"loss term {name.removeprefix('loss/')!r} is {number}", experiences
+    return totals, culprit
 
 
 class PolicyUpdater:
@@ -94,16 +114,14 @@ class PolicyUpdater:
         if not learned:
             return {}
         micros = self._passes.rows(part.experiences, part.table, part.objective.learned)
-        totals, culprit = {"loss": 0.0}, None
+        found: list[tuple[list[int], dict[str, Tensor]]] = []
         for micro in micros:
             with use_packed_attention(self._model, micro, replay=True):
                 loss, terms = self.forward(part, micro, metrics, first_pass=first_pass)
                 loss.backward()
-            totals["loss"] += loss.item()
-            for name, (_, value) in terms.items():
-                totals[f"loss/{name}"] = totals.get(f"loss/{name}", 0.0) + value.item()
-                if culprit is None and not math.isfinite(value.item()):
-                    culprit = f"loss term {name!r} is {value.item()}", micro.experiences
+            found.append((micro.experiences, {"loss": loss.detach()}))
+            found[-1][1].update((f"loss/{name}", value.detach()) for name, (_, value) in terms.items())
+        totals, culprit = _read_losses(found)
         totals = self._ranks.merged(totals)
         if not all(math.isfinite(value) for value in totals.values()):
             self._fail(part, self._ranks.first(culprit) or ("the loss is not finite", part.chosen))

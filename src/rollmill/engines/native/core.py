@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from rollmill.engines.base import SampledToken
 from rollmill.engines.native.draft_verifier import DraftVerifier
 from rollmill.engines.native.kv_cache import KVCache
-from rollmill.engines.native.model_runner import ModelRunner
+from rollmill.engines.native.model_runner import DecodeCounts, ModelRunner
 from rollmill.engines.native.prefix_cache import PrefixCache
-from rollmill.engines.native.sampler import HostSamplerOutput
 from rollmill.engines.native.sequence import SequenceGroup, SequenceState
 from rollmill.engines.native.weights import EngineWeights
 from rollmill.types import StopReason
@@ -178,6 +177,11 @@ class EngineCore:
         """Number of prompts and completions with keys and values in the cache."""
         return self._cache.entries()
 
+    @property
+    def decode_counts(self) -> DecodeCounts:
+        """Decode steps, and how many of them were captured."""
+        return self._runner.counts
+
     def load(self) -> tuple[int, int]:
         """Return the number of tokens that running completions attend to, and of prompt tokens waiting for prefill."""
         attended = sum(row.entry.offset + row.entry.length for row in self._rows if row.entry is not None)
@@ -200,7 +204,7 @@ class EngineCore:
         if guessed:
             self._verify_drafts(guessed, self.drafting.verify_ngram_drafts)
         if others and self._rows:
-            self._append_tokens(self._rows, self._runner.decode(self._rows))
+            self._append_tokens(self._rows, *self._runner.decode(self._rows))
 
     def _switch_weights(self) -> None:
         """Switch to new weights. Prompts are prefilled again for completions that have not started."""
@@ -275,10 +279,10 @@ class EngineCore:
         self.tokens_generated += sum(len(row.tokens) for row in rows) - before
         self._retire([row for row in rows if row.stop_reason is not None])
 
-    def _append_tokens(self, rows: list[SequenceState], logits_BV: Tensor) -> None:
+    def _append_tokens(self, rows: list[SequenceState], logits_BV: Tensor, uniform_B: Tensor | None = None) -> None:
         """Sample a token for each row from its logits; retire finished rows."""
         top = max(row.group.request.record_top for row in rows)
-        found = HostSamplerOutput.of(*self._runner.sample(rows, logits_BV, top))
+        found = self._runner.sample(rows, logits_BV, top, uniform_B)
         emit_tokens(rows, found.tokens, found.logprobs, found.kept, logits_BV)
         self.tokens_generated += sum(row.stop_reason is None for row in rows)
         finished = [

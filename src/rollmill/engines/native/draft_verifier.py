@@ -142,8 +142,8 @@ class DraftVerifier:
         uniform_P = torch.from_numpy(_uniforms(each, offsets)).to(logits_PV.device)
         top = max(row.group.request.record_top for row in rows)
         sampled = sample_tokens(logits_PV, build_sampling_tensors(each, logits_PV.device), uniform_P, top)
-        require_finite(each, sampled.logprob_B)
         found, start = HostSamplerOutput.of(*sampled), 0
+        require_finite(each, found.logprobs)
         for row, count in zip(rows, counts, strict=True):
             guessed = row.next_draft_tokens(count)
             right = tested = 0
@@ -201,8 +201,9 @@ class DraftVerifier:
             agreed = uniform_P[cut] < acceptance_probability(new, some)
             parts.append((agreed, torch.log(picked / kept), torch.log(kept), *select_top_tokens(drawn, top)))
         agreed, logprob, *others = (torch.cat(part) for part in zip(*parts, strict=True))
-        require_finite(each, torch.where(logprob.isnan(), logprob, 0.0))
-        return agreed.cpu().numpy(), HostSamplerOutput.of(drafted.token_B, logprob, *others)
+        found = HostSamplerOutput.of(drafted.token_B, logprob, *others)
+        require_finite(each, found.logprobs, impossible=True)
+        return agreed.cpu().numpy(), found
 
     def _replace(
         self, rejected: list[tuple[SequenceState, int]], logits_PV: Tensor, drafted: DraftBatch, top: int, version: int
@@ -219,8 +220,8 @@ class DraftVerifier:
             picked = probs.gather(1, tokens[:, None])[:, 0]
             parts.append((tokens, torch.log(picked / kept), torch.log(kept), *select_top_tokens(drawn, top)))
         columns = [torch.cat(part) for part in zip(*parts, strict=True)]
-        require_finite(rows, columns[1])
         found = HostSamplerOutput.of(*columns)
+        require_finite(rows, found.logprobs)
         for number, row in enumerate(rows):
             same = found.tokens[number] == row.next_draft_tokens(1)[0]  # its old probability was not known
             row.append(*found.at(number), version, found.top(number), DraftUse.REJECTED)

@@ -125,10 +125,10 @@ class NativeEngine:
         """No-op: the stage's offload plan moves this engine's memory."""
 
     def counters(self) -> dict[str, float]:
-        """Counts of drafts and guesses, and of prompt tokens that the prefix cache was asked for."""
+        """Counts of drafts and guesses, of decode steps, and of prompt tokens that the prefix cache was asked for."""
         prefixes = self.core.prefixes
         counts = {"prefix_cache_hits": float(prefixes.hits), "prefix_cache_queries": float(prefixes.queries)}
-        return asdict(self.core.drafting.counts) | counts
+        return asdict(self.core.drafting.counts) | asdict(self.core.decode_counts) | counts
 
     async def close(self) -> None:
         if self._driver is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +19,7 @@ from rollmill.engines.native.decode import DecodeContext
 from rollmill.engines.native.kv_cache import KVCache
 from rollmill.engines.native.prefill import PrefillChunk, PrefillContext
 from rollmill.engines.native.prefix_cache import PrefixCache
-from rollmill.engines.native.sampler import SamplerOutput, SamplingTensors, sample_tokens
+from rollmill.engines.native.sampler import HostSamplerOutput, SamplerOutput, SamplingTensors, sample_tokens
 from rollmill.engines.native.sequence import SequenceGroup, SequenceState
 from rollmill.errors import EngineError
 from rollmill.models.attention import build_forward_inputs, use_attention_context
@@ -25,6 +27,7 @@ from rollmill.models.cpu.fused_layers import FusedLayers, build_fused_layers
 from rollmill.models.cpu.norms import find_norms, is_fp32_on_cpu, use_fast_norms
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.routing import capture_routing
+from rollmill.models.transfers import to_device
 from rollmill.models.vision import (
     FeatureCache,
     PictureSpan,
@@ -42,6 +45,9 @@ log = logging.getLogger(__name__)
 DecodeOutput = tuple[Tensor, Tensor | None]
 """Logits [B, V] and, if recorded, experts [B, L, k]."""
 WARMUP_STEPS = 2  # libraries set up their workspaces outside the capture
+CAPTURE_AFTER = 8
+"""Decode steps with the same rows before one is captured. A capture costs about as much as replays save in so many
+steps, so rows that change more often, as in conversations, are decoded without."""
 _capturing = threading.Lock()  # torch captures on one stream, and a reward model's engine may run in another thread
 
 
@@ -78,6 +84,15 @@ class GraphedStep:
         return self._output
 
 
+@dataclass(slots=True)
+class DecodeCounts:
+    """Decode steps since the engine was created, those of them that replayed a captured one, and captures."""
+
+    decode_steps: int = 0
+    decode_replays: int = 0
+    decode_captures: int = 0
+
+
 class ModelRunner:
     """Runs the model over cache entries. Rows keep the order of the cache's buckets between changes."""
 
@@ -105,6 +120,8 @@ class ModelRunner:
         self._offsets_B: Tensor | None = None  # from index to position of the rows whose prompts have pictures
         #: share of finished rows that may stay in the batch: a captured step is worth more than empty rows
         self.slack = 0.25 if self._graphs else 0.0
+        self.counts = DecodeCounts()
+        self._unchanged = 0  # decode steps of the present context
         self._fused: FusedLayers | None = None
         self._may_fuse = self.features is None and not record_routing
         self._context: DecodeContext | None = None
@@ -264,13 +281,23 @@ class ModelRunner:
 
     # -- decoding ----------------------------------------------------------------------------------------------
 
-    def decode(self, rows: list[SequenceState]) -> Tensor:
-        """Feed each row's last token; logits [B, V]. Sorts `rows` in place into the order of the buckets."""
+    def decode(self, rows: list[SequenceState]) -> tuple[Tensor, Tensor]:
+        """Feed each row's last token. Sorts `rows` in place into the order of the buckets.
+
+        Returns:
+            logits [B, V], and the uniform numbers [B] by which `sample` draws the next tokens.
+        """
         context = self._context
         if context is None or self._moves != self._cache.moves() or context.full():
             context = self._prepare(rows)
-        tokens = torch.tensor([[row.tokens[-1] for row in rows]], device=self._device)
+        if self._graphs and self._graph is None and self._unchanged >= CAPTURE_AFTER:
+            context = self._capture(context, rows)
+        last = np.array([[row.tokens[-1] for row in rows]], np.int64)
+        tokens, uniform_B = to_device([last, _next_uniforms(rows)], self._device)
+        self._unchanged += 1
+        self.counts.decode_steps += 1
         if self._graph is not None:
+            self.counts.decode_replays += 1
             logits, routing = self._graph(tokens)
         else:
             positions = context.positions_B[None]
@@ -285,22 +312,27 @@ class ModelRunner:
         for row in rows:
             assert row.entry is not None
             row.entry.length += 1
-        return logits
+        return logits, uniform_B
 
     def _prepare(self, rows: list[SequenceState]) -> DecodeContext:
-        """Build a context for these rows and, on a GPU, capture the step."""
+        """Build a context for these rows."""
         if self._context is not None:
             self._context.write_back_states()
-        self._context, self._graph = self._arrange(rows), None
-        if self._graphs:
-            try:
-                self._graph = GraphedStep(self._forward, self._context)
-            except RuntimeError as error:  # a model that waits for the device inside its forward pass
-                log.warning("decode steps of %s cannot be captured: %s", type(self._model).__name__, error)
-                self._graphs, self.slack = False, 0.0
-                self._context = self._arrange(rows)
+        self._context, self._graph, self._unchanged = self._arrange(rows), None, 0
         self._moves = self._cache.moves()
         return self._context
+
+    def _capture(self, context: DecodeContext, rows: list[SequenceState]) -> DecodeContext:
+        """Capture the step of a context; if that fails, return one that needs no capture, now and from then on."""
+        self.counts.decode_captures += 1
+        try:
+            self._graph = GraphedStep(self._forward, context)
+        except RuntimeError as error:  # a model that waits for the device inside its forward pass
+            text = "decode steps of %s cannot be captured, so each kernel is launched by itself: %s"
+            log.warning(text, type(self._model).__name__, error)
+            self._graphs, self.slack = False, 0.0
+            return self._prepare(rows)
+        return context
 
     def _arrange(self, rows: list[SequenceState]) -> DecodeContext:
         self._params.clear()
@@ -320,18 +352,24 @@ class ModelRunner:
         entries = [row.entry for row in rows if row.entry is not None]
         return DecodeContext(entries, self._device, self._last_position, exact=not self._graphs)
 
-    def sample(self, rows: list[SequenceState], logits_BV: Tensor, top: int = 0) -> SamplerOutput:
-        """Sample a token for each row, which draws at (its seed, its number of tokens so far)."""
-        seeds = np.fromiter((row.seed for row in rows), np.uint64, len(rows))
-        counters = np.fromiter((len(row.tokens) for row in rows), np.uint64, len(rows))
-        uniform_B = torch.from_numpy(counter_uniforms(seeds, counters)).to(self._device)
+    def sample(
+        self, rows: list[SequenceState], logits_BV: Tensor, top: int = 0, uniform_B: Tensor | None = None
+    ) -> HostSamplerOutput:
+        """Sample a token for each row, which draws at (its seed, its number of tokens so far).
+
+        Args:
+            uniform_B: the numbers for that, if they are on the device already.
+        """
+        if uniform_B is None:
+            [uniform_B] = to_device([_next_uniforms(rows)], self._device)
         shaped = [at for at, row in enumerate(rows) if row.processor is not None and row.stop_reason is None]
         if not shaped:
             sampled = sample_tokens(logits_BV, self._sampling(rows), uniform_B, top)
         else:
             sampled = self._sample_shaped(rows, shaped, logits_BV, uniform_B, top)
-        require_finite(rows, sampled.logprob_B)
-        return sampled
+        found = HostSamplerOutput.of(*sampled)
+        require_finite(rows, found.logprobs)
+        return found
 
     def _sample_shaped(
         self, rows: list[SequenceState], shaped: list[int], logits_BV: Tensor, uniform_B: Tensor, top: int
@@ -416,14 +454,24 @@ def _on_host(routing: Tensor | None) -> RoutingArray:
     return array.view(np.uint16) if array.dtype == np.int16 else array
 
 
-def require_finite(rows: list[SequenceState], logprobs_B: Tensor) -> None:
-    """Raise an EngineError that names the first row whose log-prob is not finite."""
-    if not bool(torch.isfinite(logprobs_B).all()):
-        bad = rows[int((~torch.isfinite(logprobs_B)).nonzero()[0])]
-        raise EngineError(
-            f"{bad.group.request.id}: the model's logits are not finite after {len(bad.tokens)} new tokens; its "
-            "weights have diverged (lower trainer.lr) or are damaged"
-        )
+def _next_uniforms(rows: list[SequenceState]) -> npt.NDArray[np.float64]:
+    """The uniform number [B] of each row's next token."""
+    seeds = np.fromiter((row.seed for row in rows), np.uint64, len(rows))
+    return counter_uniforms(seeds, np.fromiter((len(row.tokens) for row in rows), np.uint64, len(rows)))
+
+
+def require_finite(rows: list[SequenceState], logprobs: Sequence[float], *, impossible: bool = False) -> None:
+    """Raise an EngineError that names the first row whose log-prob is not finite.
+
+    Args:
+        impossible: tokens may have the probability 0.
+    """
+    for row, logprob in zip(rows, logprobs, strict=True):
+        if not math.isfinite(logprob) and not (impossible and logprob == -math.inf):
+            raise EngineError(
+                f"{row.group.request.id}: the model's logits are not finite after {len(row.tokens)} new tokens; its "
+                "weights have diverged (lower trainer.lr) or are damaged"
+            )
 
 
 def build_sampling_tensors(rows: list[SequenceState], device: torch.device) -> SamplingTensors:

@@ -11,9 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rollmill.models.transfers import to_device, to_host
 from rollmill.types import FloatArray, IntArray
 
 TopTokens = tuple[IntArray, FloatArray]
@@ -40,25 +42,33 @@ class SamplingTensors:
     """Some row truncates."""
     greedy: bool
     """Some row is greedy."""
+    largest_k: int
+    """The largest `top_k` of the rows."""
+    cuts_mass: bool
+    """Some row has `top_p` below 1."""
 
     @classmethod
     def of(cls, rows: list[tuple[float, float, int, float]], device: torch.device) -> SamplingTensors:
         """Build from (temperature, top_p, top_k, min_p) per row."""
         temperature, top_p, top_k, min_p = zip(*rows, strict=True)
+        shares = [np.array(each, np.float32) for each in (temperature, top_p, min_p)]
+        temperature_B, top_p_B, min_p_B, top_k_B = to_device([*shares, np.array(top_k, np.int64)], device)
         return cls(
-            torch.tensor(temperature, device=device),
-            torch.tensor(top_p, device=device),
-            torch.tensor(top_k, device=device),
-            torch.tensor(min_p, device=device),
+            temperature_B,
+            top_p_B,
+            top_k_B,
+            min_p_B,
             plain=all(row == (1.0, 1.0, 0, 0.0) for row in rows),
             truncated=any(row[1:] != (1.0, 0, 0.0) for row in rows),
             greedy=any(row[0] == 0 for row in rows),
+            largest_k=max(top_k),
+            cuts_mass=min(top_p) < 1,
         )
 
     def part(self, rows: slice) -> SamplingTensors:
         return SamplingTensors(
             self.temperature_B[rows], self.top_p_B[rows], self.top_k_B[rows], self.min_p_B[rows],
-            self.plain, self.truncated, self.greedy,
+            self.plain, self.truncated, self.greedy, self.largest_k, self.cuts_mass,
         )  # fmt: skip
 
 
@@ -91,9 +101,9 @@ class HostSamplerOutput:
     def of(
         cls, token_P: Tensor, logprob_P: Tensor, kept_P: Tensor, top_PK: Tensor, probs_PK: Tensor
     ) -> HostSamplerOutput:
-        """Build from tensors."""
-        ids, probs = top_PK.to(torch.int32).cpu().numpy(), probs_PK.cpu().numpy()
-        return cls(token_P.tolist(), logprob_P.tolist(), kept_P.tolist(), ids, probs)
+        """Copy from the device, in one transfer."""
+        token_P, logprob_P, kept_P, top_PK, probs_PK = to_host([token_P, logprob_P, kept_P, top_PK.int(), probs_PK])
+        return cls(token_P.tolist(), logprob_P.tolist(), kept_P.tolist(), top_PK.numpy(), probs_PK.numpy())
 
     def at(self, position: int) -> tuple[int, float, float]:
         """Token, log-prob and log of the kept mass."""
@@ -195,22 +205,21 @@ def _first_above(cumulative_BN: Tensor, target_B: Tensor) -> Tensor:
 def _truncation_mask(probs_BV: Tensor, params: SamplingTensors) -> Tensor:
     """True for tokens kept by top-k, then top-p on the renormalised rest, then min-p (ties at a threshold are kept)."""
     floor_B = torch.zeros_like(params.min_p_B)
-    if bool((params.top_k_B > 0).any()):
-        largest = int(params.top_k_B.max().clamp(max=probs_BV.shape[1]))
+    if params.largest_k > 0:
+        largest = min(params.largest_k, probs_BV.shape[1])
         sorted_BK = probs_BV.topk(largest, dim=-1).values
         kth_B = sorted_BK.gather(1, (params.top_k_B.clamp(1, largest) - 1)[:, None])[:, 0]
         floor_B = torch.maximum(floor_B, torch.where(params.top_k_B > 0, kth_B, 0.0))
-    needs_B = params.top_p_B < 1
-    if bool(needs_B.any()):
-        rows = needs_B.nonzero()[:, 0]
-        allowed = torch.where(probs_BV[rows] >= floor_B[rows, None], probs_BV[rows], 0.0)
-        floor_B[rows] = torch.maximum(floor_B[rows], _top_p_floor(allowed, params.top_p_B[rows]))
+    if params.cuts_mass:
+        allowed_BV = torch.where(probs_BV >= floor_B[:, None], probs_BV, 0.0)
+        least_B = _top_p_floor(allowed_BV, torch.where(params.top_p_B < 1, params.top_p_B, 0.0))
+        floor_B = torch.where(params.top_p_B < 1, torch.maximum(floor_B, least_B), floor_B)
     floor_B = torch.maximum(floor_B, params.min_p_B * probs_BV.amax(-1))
     return probs_BV >= floor_B[:, None]
 
 
 def _top_p_floor(weights_BV: Tensor, top_p_B: Tensor) -> Tensor:
-    """Smallest weight of the smallest set of largest weights that holds top_p of the total."""
+    """Smallest weight of the smallest set of largest weights that holds top_p of the total; for 0, the largest."""
     target_B = top_p_B * weights_BV.sum(-1)
     candidates = min(TOP_P_CANDIDATES, weights_BV.shape[1])
     while True:

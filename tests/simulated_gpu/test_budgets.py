@@ -1,0 +1,177 @@
+"""Kernels, waits of the host and captures on the simulated device stay within budgets, which may only fall."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.simulated_cuda.trace import Trace, launches_nothing
+from support.toys import toy_model
+
+from rollmill.algorithms import build_recipe
+from rollmill.config.algorithms import GRPO, PPO
+from rollmill.config.rollout import SamplingConfig
+from rollmill.config.trainer import TrainerConfig
+from rollmill.engines.base import GenerationRequest
+from rollmill.engines.native import NativeEngine, model_runner
+from rollmill.models.transfers import to_device, to_host
+from rollmill.trainer import Trainer
+from rollmill.trainer.batch import build_token_table
+from rollmill.types import Experience, experience_from_completion
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("simulated")]
+
+KERNELS_A_LAYER, KERNELS_BESIDE = 94, 25
+TRANSFERS_OF_A_STEP = 2
+CAPTURES_IN_CONVERSATIONS = 0.01
+TRANSFERS_OF_TRAINING = {"grpo": (35, 3), "ppo": (60, 7)}  # a step, and each micro-batch after the first
+SIZES: dict[str, Any] = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 32, "max_position_embeddings": 2048}
+
+
+@dataclass
+class Counted:
+    """What an engine did."""
+
+    steps: int = 0
+    captures: int = 0
+    kernels: list[int] = field(default_factory=list)  #: of each captured step
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    found = Counted()
+    capture, decode = model_runner.GraphedStep.__init__, model_runner.ModelRunner.decode
+
+    def counting_capture(self: Any, *args: Any) -> None:
+        capture(self, *args)
+        found.captures += 1
+        found.kernels.append(sum(not launches_nothing(func) for func, *_ in self._graph.ops))
+
+    def counting_decode(self: Any, rows: Any) -> Any:
+        found.steps += 1
+        return decode(self, rows)
+
+    monkeypatch.setattr(model_runner.GraphedStep, "__init__", counting_capture)
+    monkeypatch.setattr(model_runner.ModelRunner, "decode", counting_decode)
+    return found
+
+
+def engine(layers: int = 2, **options: Any) -> NativeEngine:
+    model = toy_model("qwen3", num_hidden_layers=layers, **SIZES).cuda()
+    made = NativeEngine(model, context=2048, prefill_tokens=4096, dtype=torch.bfloat16, **options)
+    made.weights_updated(0)
+    return made
+
+
+def generate(running: NativeEngine, requests: list[GenerationRequest]) -> list[Any]:
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*map(running.generate, requests))
+
+    return asyncio.run(all_of_them())
+
+
+def cohort(groups: int = 8, length: int = 40, **sampling: Any) -> list[GenerationRequest]:
+    """Prompts of equal length whose completions end together."""
+    rng = random.Random(0)
+    chosen = SamplingConfig(**({"max_new_tokens": 30} | sampling))
+    prompts = [[rng.randrange(8, 130) for _ in range(length)] for _ in range(groups)]
+    return [GenerationRequest(prompt, chosen, n=8, seed=seed) for seed, prompt in enumerate(prompts)]
+
+
+def test_kernels_of_a_captured_decode_step(counted: Counted) -> None:
+    generate(engine(layers=2), cohort())
+    two = counted.kernels[-1]
+    generate(engine(layers=4), cohort())
+    a_layer = (counted.kernels[-1] - two) / 2
+    assert a_layer <= KERNELS_A_LAYER
+    assert two - 2 * a_layer <= KERNELS_BESIDE
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9, "top_k": 20}], ids=["plain", "truncated"])
+def test_transfers_of_a_decode_step(counted: Counted, sampling: dict[str, Any]) -> None:
+    found = []
+    for tokens in (20, 30):  # within one bucket of the cache, so that the rest of both is equal
+        with Trace() as trace:
+            generate(engine(), cohort(max_new_tokens=tokens, **sampling))
+        found.append(trace.transfers())
+    assert (found[1] - found[0]) / 10 <= TRANSFERS_OF_A_STEP, trace.report(counted.steps)
+
+
+def test_uniform_completions_are_decoded_by_replays(counted: Counted) -> None:
+    running = engine(layers=1)
+    generate(running, cohort(max_new_tokens=128))
+    counts = running.counters()
+    assert counted.captures == counts["decode_captures"] == 4  # one for each bucket of the cache: 32, 64, 96, 128
+    assert counted.steps == counts["decode_steps"] == 127
+    assert counts["decode_replays"] == 127 - 4 * model_runner.CAPTURE_AFTER
+
+
+def test_conversations_are_hardly_captured(counted: Counted) -> None:
+    """Where rows come and go all the time, captures would take longer than the steps that they save."""
+    running = engine(layers=1, max_sequences=256)
+
+    async def converse(number: int) -> None:
+        rng = random.Random(number)
+        ids = [rng.randrange(8, 130) for _ in range(rng.randrange(20, 60))]
+        for turn in range(5):
+            sampling = SamplingConfig(max_new_tokens=rng.randrange(10, 60))
+            request = GenerationRequest(ids, sampling, seed=number, continues=turn < 4)
+            [completion] = await running.generate(request)
+            ids = [*ids, *completion.token_ids.tolist(), *[rng.randrange(8, 130) for _ in range(12)]]
+            for _ in range(rng.randrange(20)):  # a tool
+                await asyncio.sleep(0)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(converse, range(32)))
+
+    asyncio.run(all_of_them())
+    assert counted.steps > 200
+    assert counted.captures / counted.steps <= CAPTURES_IN_CONVERSATIONS
+
+
+def batch(model: Any) -> list[Experience]:
+    """64 completions of 8 prompts, with rewards that differ."""
+    running = NativeEngine(model, context=256, dtype=torch.bfloat16)
+    running.weights_updated(0)
+    sampling = SamplingConfig(max_new_tokens=20)
+    prompts = [list(range(8, 18 + number)) for number in range(8)]
+    groups = generate(running, [GenerationRequest(each, sampling, n=8, seed=i) for i, each in enumerate(prompts)])
+    made = []
+    for group, completions in enumerate(groups):
+        for each in completions:
+            name = {"id": f"{group}/{each.index}", "task_id": f"t{group}", "group": str(group), "prompt": "p"}
+            made.append(experience_from_completion(each, **name, temperature=1.0))
+            made[-1].reward = float(np.random.default_rng(each.index + 10 * group).random() > 0.5)
+    return made
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_transfers_of_a_training_step(name: str) -> None:
+    options: Any = GRPO() if name == "grpo" else PPO(critic={"lr": 1e-3})
+    counts, passes = [], []
+    for tokens in (100_000, 300):
+        model = toy_model("qwen3", num_hidden_layers=2, **SIZES).cuda()
+        experiences = batch(model)
+        config = TrainerConfig(lr=1e-3, precision="bf16", micro_batch_tokens=tokens)
+        trainer = Trainer(model, build_recipe(options, max_new_tokens=20), config, total_steps=10, device="cuda")
+        table = build_token_table(experiences, torch.device("cuda"))
+        passes.append(len(trainer._passes.rows(experiences, table, range(len(experiences)))))
+        with Trace() as trace:
+            trainer.step(experiences, 0)
+        counts.append(trace.transfers())
+    step, more = TRANSFERS_OF_TRAINING[name]
+    assert counts[0] <= step, trace.report()
+    assert (counts[1] - counts[0]) / (passes[1] - passes[0]) <= more, trace.report()
+
+
+def test_several_arrays_are_one_transfer() -> None:
+    arrays = [np.arange(6).reshape(2, 3), np.zeros((0, 3), np.float32), np.array([True, False]), np.array([0.5])]
+    with Trace() as trace:
+        there = to_device(arrays, torch.device("cuda"))
+        to_host([there[0].T, *there[1:]])
+    assert sorted(kind for kind, _ in trace.crossings.elements()) == ["d2h", "h2d pinned"]

@@ -1,0 +1,36 @@
+"""NCCL between simulated GPUs: gloo on the same memory, in the place of the backend "nccl"."""
+
+from __future__ import annotations
+
+import importlib.util
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from support.simulated_cuda.build import nccl_module
+
+_NAME = "simulated_nccl"
+_spec = importlib.util.spec_from_file_location("nccl", nccl_module())
+assert _spec is not None
+assert _spec.loader is not None
+_library: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_library)
+_init_process_group = dist.init_process_group
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [ProcessGroupGloo.create_device(interface="lo")]
+    return _library.wrap(ProcessGroupGloo(store, rank, size, options))
+
+
+def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """As torch's, with the simulation where "nccl" stands."""
+    return _init_process_group(backend.replace("nccl", _NAME) if isinstance(backend, str) else backend, *args, **kwargs)
+
+
+dist.Backend.register_backend(_NAME, _create, devices=["cuda"])
+dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group
