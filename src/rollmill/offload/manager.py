@@ -140,6 +140,9 @@ class OffloadManager:
         return moved
 
     def _release_memory(self) -> None:
-        """Returns freed memory to the system, since glibc keeps it."""
+        """Returns freed memory to the system, since glibc and torch's allocator keep it: on a GPU, for other processes
+        there, such as vLLM."""
         if self._device.type == "cpu":
             trim_heap()
+        elif self._device.type == "cuda":
+            torch.cuda.empty_cache()
