@@ -23,8 +23,8 @@ from rollmill.engines.native.sampler import HostSamplerOutput, SamplerOutput, Sa
 from rollmill.engines.native.sequence import SequenceGroup, SequenceState
 from rollmill.errors import EngineError
 from rollmill.models.attention import build_forward_inputs, use_attention_context
-from rollmill.models.cpu.fused_layers import FusedLayers, build_fused_layers
 from rollmill.models.cpu.norms import find_norms, is_fp32_on_cpu, use_fast_norms
+from rollmill.models.fused_layers import FusedLayers, build_fused_layers
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.routing import capture_routing
 from rollmill.models.transfers import to_device
@@ -138,7 +138,7 @@ class ModelRunner:
             self._fused.refresh()
         elif self._may_fuse:
             self._may_fuse = False
-            self._fused = build_fused_layers(self._model)
+            self._fused = build_fused_layers(self._model, self._last_position + 1)
 
     def destroy_weights(self) -> None:
         """Free copies of weights, until they change."""
