@@ -66,7 +66,7 @@ PAGES = {
     "algorithm": ("algorithm.kl", "algorithm.entropy_control", "algorithm.critic", "algorithm"),
     "algorithms-rl": (),
     "algorithm-parts": ("algorithm.advantage", "algorithm.loss", "algorithm.corrections", "algorithm.masks"),
-    "trainer": ("trainer", "placement", "placement.explorers", "residency"),
+    "trainer": ("trainer", "placement", "placement.explorers", "offload"),
     "evaluation": ("evaluation", "evaluation.sampling", "evaluation.sets.NAME", "early_stop"),
     "checkpoint": ("checkpoint", "supervise", "monitor", "monitor.trackers"),
 }

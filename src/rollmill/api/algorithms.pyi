@@ -175,7 +175,7 @@ class RunSettings(TypedDict, total=False):
     """Demonstrations and preferences for algorithms that learn from them."""
     trainer: SectionLike
     """Optimizer, batch splitting and distribution."""
-    residency: SectionLike | None
+    offload: SectionLike | None
     """Offloading of models and optimizer states in phases that do not need them: `none`, `auto` (only what does not
     fit), or a section."""
     evaluation: SectionLike | None

@@ -205,8 +205,8 @@ def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
     yield "algorithm", f"{algorithm.name}: {words}"
     unused = {str(path[-1]) for path in find_unused_keys(stage) if path[0] == "trainer"}
     yield "trainer", _options(stage.trainer, skip=unused)
-    if stage.residency is not None:
-        yield "residency", _options(stage.residency, changed=True) or "auto"
+    if stage.offload is not None:
+        yield "offload", _options(stage.offload, changed=True) or "auto"
     if evaluation is None:
         yield "evaluation", "none"
         return

@@ -94,7 +94,7 @@ def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) 
         root = edit(root, [*prefix, "workflow", "taskset"], settle_file)
         for section in ("workflow", "engine"):
             root = edit(root, [*prefix, section, "python"], settle_python)
-        root = edit(root, [*prefix, "residency", "folder"], settle_new)
+        root = edit(root, [*prefix, "offload", "folder"], settle_new)
         root = edit(root, [*prefix, "buffer", "url"], _settle_url)
         root = edit(root, [*prefix, "workflow", "command", "*"], settle_argument)
     return root

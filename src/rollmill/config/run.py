@@ -98,7 +98,7 @@ class StageConfig(Section):
     experts: OfflineDataConfig = OfflineDataConfig()
     algorithm: AlgorithmConfig = GRPO()
     trainer: TrainerConfig = TrainerConfig()
-    residency: OptionalOffloadConfig = None
+    offload: OptionalOffloadConfig = None
     """Offloading of models and optimizer states in phases that do not need them: `none`, `auto` (only what does not
     fit), or a section."""
     evaluation: EvaluationConfig | None = None

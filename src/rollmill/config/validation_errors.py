@@ -55,6 +55,8 @@ COMMON_KEY_ALIASES = {
     "use_kl_loss": "algorithm.kl.coefficient",
 }
 """Names of rollmill's keys in other frameworks."""
+FORMER_NAMES = {"residency": "offload"}
+"""Earlier names of keys and of workflows, with those of today, which `rollmill import-config` writes."""
 
 _NOUNS = {
     "rewards": "reward",
@@ -153,6 +155,8 @@ def join_quoted(words: list[str]) -> str:
 
 def explain_unknown_key(key: str, owner: type[Section]) -> str:
     """Explains an unknown `key` of section `owner`: the nearest valid key, or the section that accepts it."""
+    if FORMER_NAMES.get(key) in owner.model_fields:
+        return _explain_former_name(key)
     if getattr(owner, "function", None) is not None:  # a user's component
         known = list(owner.model_fields)
         return f"unknown key{suggest_match(key, known) or f'; valid here: {join_quoted(known)}'}"
@@ -177,6 +181,10 @@ def explain_unknown_key(key: str, owner: type[Section]) -> str:
     if near:
         return f"unknown key{near}"
     return f"unknown key; valid here: {', '.join(owner.model_fields)}"
+
+
+def _explain_former_name(name: str) -> str:
+    return f"`{name}` is called `{FORMER_NAMES[name]}` now; `rollmill import-config FILE --out NEW` rewrites the file"
 
 
 def _explain_alias(key: str, here: SectionLocation) -> str:

@@ -63,7 +63,7 @@ class OffloadPlan:
                     left.setdefault(f"{name.replace('_', ' ')} {_describe_tier(place)}", []).append(phase)
         moves = [f"{what} in {' and '.join(phases)}" for what, phases in left.items()]
         stays = ", ".join(f"{phase} {size / GB:.3g}" for phase, size in self.sizes.items())
-        return f"residency: {'; '.join(moves) or 'everything stays where it is'}; GB by phase: {stays}"
+        return f"offload: {'; '.join(moves) or 'everything stays where it is'}; GB by phase: {stays}"
 
 
 def engine_leaves(plan: OffloadPlan, phase: Phase) -> bool:
@@ -92,7 +92,7 @@ def plan_offload(
         if taken > budget:
             listed = ", ".join(f"{part.name.replace('_', ' ')} {part.size / GB:.3g}" for part in fixed if part.size)
             raise ConfigError(
-                f"{where}residency.budget_gb: the budget is {budget / GB:.3g} GB, and the phase `{phase}` needs "
+                f"{where}offload.budget_gb: the budget is {budget / GB:.3g} GB, and the phase `{phase}` needs "
                 f"{taken / GB:.3g} GB on the device ({listed}); raise budget_gb, or make the models smaller"
             )
         staying = _components_that_fit(idle, budget - taken)

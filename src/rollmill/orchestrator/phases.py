@@ -31,7 +31,7 @@ class PhaseTrace(Trace):
 
     @contextmanager
     def enter_phase(self, kind: str, waits_for: str = "") -> Iterator[None]:
-        """Move the components that the phase needs to the device (section `residency`), and count what happens inside
+        """Move the components that the phase needs to the device (section `offload`), and count what happens inside
         as its seconds. Raises OffloadError if there is no room for them."""
         self._says(kind, waits_for)
         if kind in _PHASES:

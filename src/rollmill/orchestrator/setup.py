@@ -171,7 +171,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     torch.set_num_threads(machine["threads"])
     engines = engines_on_device(config)
     for stage in loaded.stages:
-        if stage.residency is not None and not joined:
+        if stage.offload is not None and not joined:
             build_offload_plan(stage, policy, machine["precision"], engines)  # a plan that does not fit fails here
     if not joined:
         save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)

@@ -90,7 +90,7 @@ class Stage:
             own = {task.id: task for task in tasks.training.tasks}
             self.privileged = PrivilegedContext(options, own, policy.tokenizer, policy.context)
         self.offload_plan: OffloadPlan | None = None
-        if config.residency is not None:
+        if config.offload is not None:
             engines = None if context.explorers is None else context.engines
             self.offload_plan = build_offload_plan(config, policy, context.precision, engines)
         self.backend = self._open_backend()

@@ -1,4 +1,4 @@
-"""Offloading in an explorer's process: what it holds leaves the device while the trainer needs that (`residency`)."""
+"""Offloading in an explorer's process: what it holds leaves the device while the trainer needs that (`offload`)."""
 
 from __future__ import annotations
 

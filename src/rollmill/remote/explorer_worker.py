@@ -14,7 +14,7 @@ from rollmill.waiting import OUTAGES, Outage, OutageLog
 
 _IDLE = "nothing", "the trainer"
 _AWAY = "hold nothing", "the trainer"
-"""Activity while another phase has the device (section `residency`)."""
+"""Activity while another phase has the device (section `offload`)."""
 
 
 class ExplorerWorker:

@@ -114,7 +114,7 @@ class RemoteRollouts:
                 examples,
                 fleet.transport.kind,
                 place,
-                (config.residency and config.residency.folder) or fleet.folder,
+                (config.offload and config.offload.folder) or fleet.folder,
                 starts_away=stage.offload_plan is not None and engine_leaves(stage.offload_plan, "train"),
             )
         )
@@ -204,7 +204,7 @@ class RemoteRollouts:
     async def offload(self) -> None:
         """Free every explorer's device until its next rollout. One that is lost meanwhile begins again without holding
         anything."""
-        advice = "Is its disk very slow, or is it stopped? residency.engine: device leaves explorers as they are."
+        advice = "Is its disk very slow, or is it stopped? offload.engine: device leaves explorers as they are."
         found = await self._pool.order("offload", self._name, timeout_s=_OFFLOAD_S, advice=advice)
         for name, reply in found.items():
             self._residents[name] = reply.residents

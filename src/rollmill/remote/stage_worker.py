@@ -137,7 +137,7 @@ class StageWorker:
         self._parts: set[int] = set()  # running requests that may be interrupted
         self._interrupted = -1  # the last of them that is
         self._memory: ExplorerMemory | None = None
-        if stage.residency is not None:
+        if stage.offload is not None:
             self._memory = ExplorerMemory(
                 stage,
                 self._policy.model,

@@ -452,3 +452,41 @@ def test_wrong_files_are_refused(text: str, options: dict[str, Any], said: str, 
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ConfigError, match=said):
         import_file(tmp_path / "x.yaml", **options)
+
+
+FORMER = """\
+# how it began
+name: mine
+model: {new: {hidden_size: 64, layers: 2, heads: 2, kv_heads: 2, context: 16, tokenizer: {kind: char}}}
+rollout: {max_new_tokens: 4}
+algorithm: grpo
+taskset: &rows {path: sums.jsonl}
+rewards: [{name: exact}]   # one is enough
+residency: {optimizer: "${env:TIER:memory}"}
+stages:
+  - {name: first, steps: 1}
+  - name: second
+    "residency": none
+    workflow: {name: single_turn}
+"""
+
+
+def test_former_names_of_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check` refuses each one where it stands, and the command writes today's; nothing else of the file changes."""
+    file, out = tmp_path / "run.yaml", tmp_path / "new.yaml"
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    file.write_text(FORMER)
+    renamed = FORMER.replace('"residency"', "offload").replace("residency", "offload")
+    assert main(["check", str(file)]) == 2
+    refused = capsys.readouterr().err
+    for number, (old, new) in enumerate(zip(FORMER.splitlines(), renamed.splitlines(), strict=True), 1):
+        assert (f"run.yaml:{number}: " in refused) == (old != new), old
+    assert "residency: `residency` is called `offload` now; `rollmill import-config FILE --out NEW` rewr" in refused
+    assert main(["import-config", str(file), "--out", str(out)]) == 0
+    assert out.read_text() == renamed
+    assert main(["check", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["import-config", str(out), "--out", str(file), "--force", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["framework"], again["notes"], again["problems"]) == ("rollmill", [], [])
+    assert file.read_text() == renamed

@@ -119,8 +119,8 @@ def _past_policies(stage: StageConfig, at: KeyPath) -> Iterator[WorkflowConflict
         yield at, f"`past` is not supported in stages that roll out ahead: {text}; set max_staleness: 0"
     if stage.trainer.ranks > 1:
         yield at, f"`past` is not supported with trainer.ranks {stage.trainer.ranks}: {PAST_RANKS}"
-    if stage.residency is not None:
-        yield at, "`past` is not supported with `residency`, which would not move the copies; remove residency"
+    if stage.offload is not None:
+        yield at, "`past` is not supported with `offload`, which would not move the copies; remove offload"
 
 
 def _live_requests(stage: StageConfig, workflow: LiveRequestsWorkflow) -> Iterator[WorkflowConflict]:
