@@ -62,7 +62,7 @@ PAGES = {
     "rewards-text": (),
     "rewards-models": (),
     "pipeline": ("pipeline",),
-    "buffer": ("buffer", "buffer.replay", "experts"),
+    "buffer": ("buffer", "buffer.replay", "offline_data"),
     "algorithm": ("algorithm.kl", "algorithm.entropy_control", "algorithm.critic", "algorithm"),
     "algorithms-rl": (),
     "algorithm-parts": ("algorithm.advantage", "algorithm.loss", "algorithm.corrections", "algorithm.masks"),

@@ -32,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "asynchronous": {"stages": [SFT, GRPO | {"max_staleness": 3}]},
     "mix": {"stages": [SFT, GRPO | {"algorithm": {"name": "mix", "kl": 0.01}}]},
     "refilled": {"stages": [SFT, GRPO | {"max_staleness": 1} | REFILLED]},
-    "experts": {
+    "offline_data": {
         "stages": [SFT, MIX | {"name": "mix", "max_staleness": 3, "pipeline": MADE} | {"buffer": {"replay": REPLAY}}]
     },
     "memory": {
@@ -43,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "stages": [
             SFT,
             GRPO | {"steps": 5, "pipeline": MADE, "max_staleness": 1},
-            MIX | {"name": "mix", "experts": {"sources": ["run"]}, "buffer": {"store": "memory"}},
+            MIX | {"name": "mix", "offline_data": {"sources": ["run"]}, "buffer": {"store": "memory"}},
             GRPO | {"name": "again", "steps": 4, "buffer": {"replay": REPLAY}},
         ],
     },

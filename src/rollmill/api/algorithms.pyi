@@ -149,7 +149,8 @@ class RunSettings(TypedDict, total=False):
     rollouts use weights that are up to N - 1 steps old. Needs max_staleness of at least N - 1, which bounds the
     staleness of every token as before."""
     taskset: DatasetLike
-    """Tasks to roll out or imitate. Required unless a stage learns from `experts.sources` alone, or has `domains`."""
+    """Tasks to roll out or imitate. Required unless a stage learns from `offline_data.sources` alone, or has `domains`.
+    """
     workflow: SectionLike
     """Rollout procedure of a task: a name or a section."""
     environment: SectionLike | None
@@ -171,7 +172,7 @@ class RunSettings(TypedDict, total=False):
     """Operators that verify, drop, change or create experiences before the trainer sees them, in order."""
     buffer: SectionLike
     """Storage of verified experiences until the trainer reads them, and replay."""
-    experts: SectionLike
+    offline_data: SectionLike
     """Demonstrations and preferences for algorithms that learn from them."""
     trainer: SectionLike
     """Optimizer, batch splitting and distribution."""

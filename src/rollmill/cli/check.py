@@ -270,7 +270,7 @@ def _check_chats(run: LoadedRun, tasksets: dict[tuple[str, str], Taskset]) -> No
                 tokenizer,
                 rolled_out=held_out or stage.algorithm.uses_rollouts,
                 imitated=stage.algorithm.uses_examples and not held_out,
-                learn=stage.experts.learn,
+                learn=stage.offline_data.learn,
             )
         except TasksetError as error:
             raise ConfigError(f"stage {name}: {section}: {error}") from error

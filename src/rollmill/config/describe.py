@@ -198,7 +198,7 @@ def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
         yield "judging", settings
     for index, operator in enumerate(stage.pipeline):
         yield "pipeline" if index == 0 else "", f"{operator.name}{_operator(operator)}"
-    for label, section in (("buffer", stage.buffer), ("experts", stage.experts)):
+    for label, section in (("buffer", stage.buffer), ("offline data", stage.offline_data)):
         if options := _options(section, changed=True):
             yield label, options
     words = "; ".join(f"{part} {text}" for part, text in format_algorithm_parts(algorithm))

@@ -90,7 +90,7 @@ def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) 
             root = edit(root, prefix + pattern, settle)
         for pattern in _STAGE_CODE:
             root = edit(root, prefix + pattern, settle_code)
-        root = edit(root, [*prefix, "experts", "sources", "*"], settle_source)
+        root = edit(root, [*prefix, "offline_data", "sources", "*"], settle_source)
         root = edit(root, [*prefix, "workflow", "taskset"], settle_file)
         for section in ("workflow", "engine"):
             root = edit(root, [*prefix, section, "python"], settle_python)

@@ -75,7 +75,8 @@ class StageConfig(Section):
     rollouts use weights that are up to N - 1 steps old. Needs max_staleness of at least N - 1, which bounds the
     staleness of every token as before."""
     taskset: TasksetConfig | None = None
-    """Tasks to roll out or imitate. Required unless a stage learns from `experts.sources` alone, or has `domains`."""
+    """Tasks to roll out or imitate. Required unless a stage learns from `offline_data.sources` alone, or has
+    `domains`."""
     workflow: WorkflowConfig = SingleTurnWorkflow()
     """Rollout procedure of a task: a name or a section."""
     environment: EnvironmentConfig | None = None
@@ -95,7 +96,7 @@ class StageConfig(Section):
     pipeline: list[OperatorConfig] = []
     """Operators that verify, drop, change or create experiences before the trainer sees them, in order."""
     buffer: BufferConfig = BufferConfig()
-    experts: OfflineDataConfig = OfflineDataConfig()
+    offline_data: OfflineDataConfig = OfflineDataConfig()
     algorithm: AlgorithmConfig = GRPO()
     trainer: TrainerConfig = TrainerConfig()
     offload: OptionalOffloadConfig = None
@@ -244,7 +245,7 @@ class StageConfig(Section):
         """True if the stage rolls out tasks or takes demonstrations from the taskset."""
         if self.algorithm.uses_rollouts and self.workflow.uses_tasks:
             return True
-        return self.algorithm.uses_examples and "taskset" in self.experts.sources
+        return self.algorithm.uses_examples and "taskset" in self.offline_data.sources
 
     @property
     def persistent(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from rollmill.apps.importing.conversion import import_file, to_run_file
 from rollmill.cli import main
 from rollmill.config.loader import LoadedRun, load_run
+from rollmill.config.validation_errors import FORMER_NAMES
 from rollmill.errors import ConfigError
 
 GRPO = """\
@@ -459,34 +461,38 @@ FORMER = """\
 name: mine
 model: {new: {hidden_size: 64, layers: 2, heads: 2, kv_heads: 2, context: 16, tokenizer: {kind: char}}}
 rollout: {max_new_tokens: 4}
-algorithm: grpo
 taskset: &rows {path: sums.jsonl}
 rewards: [{name: exact}]   # one is enough
-residency: {optimizer: "${env:TIER:memory}"}
+<residency>: {optimizer: "${env:TIER:memory}"}
 stages:
   - {name: first, steps: 1}
   - name: second
-    "residency": none
-    workflow: {name: single_turn}
+    algorithm: mix
+    <experts>: {sources: [taskset, run]}
+    <residency>: none
 """
+"""A run file, in which <NAME> is a former name."""
 
 
 def test_former_names_of_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`check` refuses each one where it stands, and the command writes today's; nothing else of the file changes."""
+    before = re.sub(r"<(\w+)>", r"\1", FORMER)
+    now = re.sub(r"<(\w+)>", lambda found: FORMER_NAMES[found[1]], FORMER)
+    assert set(re.findall(r"<(\w+)>", FORMER)) == FORMER_NAMES.keys()
     file, out = tmp_path / "run.yaml", tmp_path / "new.yaml"
-    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    file.write_text(FORMER)
-    renamed = FORMER.replace('"residency"', "offload").replace("residency", "offload")
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "response": "2"}\n')
+    file.write_text(before)
     assert main(["check", str(file)]) == 2
     refused = capsys.readouterr().err
-    for number, (old, new) in enumerate(zip(FORMER.splitlines(), renamed.splitlines(), strict=True), 1):
+    for number, (old, new) in enumerate(zip(before.splitlines(), now.splitlines(), strict=True), 1):
         assert (f"run.yaml:{number}: " in refused) == (old != new), old
     assert "residency: `residency` is called `offload` now; `rollmill import-config FILE --out NEW` rewr" in refused
     assert main(["import-config", str(file), "--out", str(out)]) == 0
-    assert out.read_text() == renamed
+    assert out.read_text() == now
     assert main(["check", str(out)]) == 0
     capsys.readouterr()
     assert main(["import-config", str(out), "--out", str(file), "--force", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["framework"], again["notes"], again["problems"]) == ("rollmill", [], [])
-    assert file.read_text() == renamed
+    assert again["run"]["stages"][0] == {"name": "first", "steps": 1}
+    assert file.read_text() == now

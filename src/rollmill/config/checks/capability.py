@@ -130,7 +130,7 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
     if not stage.needs_taskset and isinstance(stage.workflow, LiveRequestsWorkflow):
         keys["taskset",] = "not honoured by workflow `traffic`, whose prompts come from an application; remove it"
     elif not stage.needs_taskset:
-        keys["taskset",] = f"not honoured: {learner}, and `taskset` is not among experts.sources; add it there"
+        keys["taskset",] = f"not honoured: {learner}, and `taskset` is not among offline_data.sources; add it there"
     if evaluation is None:
         keys["early_stop",] = (
             "not honoured without `evaluation`, which measures its metric; add evaluation or remove it"
@@ -149,15 +149,15 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
 
 
 def _unused_offline_data_keys(stage: StageConfig) -> dict[KeyPath, str]:
-    """Returns keys of `experts` without effect."""
+    """Returns keys of `offline_data` without effect."""
     keys: dict[KeyPath, str] = {}
     algorithm = stage.algorithm
     if not algorithm.uses_examples:
         text = f"not honoured: algorithm `{algorithm.name}` imitates nothing; sft, mix, chord and dpo honour it"
-        keys["experts",] = text
+        keys["offline_data",] = text
     elif algorithm.uses_pairs:
         text = f"not honoured: algorithm `{algorithm.name}` learns from pairs; kto and those that imitate honour it"
-        keys["experts", "rated_at_least"] = text
+        keys["offline_data", "rated_at_least"] = text
     return keys
 
 
