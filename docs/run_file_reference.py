@@ -58,7 +58,7 @@ PAGES = {
     ),
     "workflow": ("workflow", "workflow.examples", "roles.NAME", "environment", "tools"),
     "rollout": ("rollout", "rollout.repetition", "rollout.ngram_draft", "rollout.reuse", "rollout.partial", "engine"),
-    "rewards": ("rewards", "rewards.gate", "judging"),
+    "rewards": ("rewards", "rewards.gate", "reward_settings"),
     "rewards-text": (),
     "rewards-models": (),
     "pipeline": ("pipeline",),

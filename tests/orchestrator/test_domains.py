@@ -213,7 +213,7 @@ def test_two_rewards_that_decide_the_same_task_are_refused(tmp_path: Path, capsy
     assert main(["check", str(run_file(tmp_path, domains_of(tmp_path, **twice)))]) == 2
     told = capsys.readouterr().err
     assert "the rewards `exact` and `math` both say whether the answer of task `words:0` is right" in told
-    said = twice | {"judging": {"verdicts": "several"}}
+    said = twice | {"reward_settings": {"verdicts": "several"}}
     assert main(["check", str(run_file(tmp_path, domains_of(tmp_path, **said)))]) == 0
 
 

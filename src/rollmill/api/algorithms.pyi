@@ -163,7 +163,7 @@ class RunSettings(TypedDict, total=False):
     """Rollouts for training."""
     engine: SectionLike
     """Inference engine that generates completions: a name or a section."""
-    judging: SectionLike
+    reward_settings: SectionLike
     """Settings of the reward manager, shared by all rewards."""
     models: Mapping[str, SectionLike]
     """Models besides the policy, such as an opponent or a judge. A workflow receives each one as the parameter of its

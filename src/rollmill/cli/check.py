@@ -196,7 +196,7 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
                 sees, single = vision_model_name(run.config.model) is not None, both_ways(run.config.model) == "prompt"
                 require_seen(taskset, loaded[key].tasks, sees, where, single_prompt=single)
                 require_references(view.rewards, loaded[key].tasks, where)
-                require_verdicts(view.rewards, view.judging, loaded[key].tasks, where)
+                require_verdicts(view.rewards, view.reward_settings, loaded[key].tasks, where)
                 require_workflows(view, loaded[key].tasks, where)
                 if section == "taskset":
                     _check_switches(loaded[key], view.rollout.chat_template_kwargs, where)

@@ -194,8 +194,8 @@ def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
         yield "engine", _engine(stage.engine)
     for index, reward in enumerate([] if stage.domains else stage.rewards):
         yield "rewards" if index == 0 else "", f"{reward.weight:g} x {reward.name}{_bracketed(reward)}"
-    if settings := _options(stage.judging, changed=True):
-        yield "judging", settings
+    if settings := _options(stage.reward_settings, changed=True):
+        yield "reward settings", settings
     for index, operator in enumerate(stage.pipeline):
         yield "pipeline" if index == 0 else "", f"{operator.name}{_operator(operator)}"
     for label, section in (("buffer", stage.buffer), ("offline data", stage.offline_data)):
@@ -273,7 +273,7 @@ def reward_weights(stage: StageConfig) -> dict[str, float]:
 def _attainable(stage: StageConfig) -> str:
     if stage.taskset is not None and stage.taskset.fields.rewards is not None:
         return "that of the rewards that each row names"
-    maxima = {role: attainable_maximum(view.rewards, view.judging) for role, view in stage.by_role().items()}
+    maxima = {role: attainable_maximum(view.rewards, view.reward_settings) for role, view in stage.by_role().items()}
     texts = {role: "not known" if maximum is None else f"{maximum:g}" for role, maximum in maxima.items()}
     return ", ".join(f"{role} {text}" if role else text for role, text in texts.items())
 

@@ -89,7 +89,7 @@ class StageConfig(Section):
     engine: EngineConfig = NativeEngineConfig()
     """Inference engine that generates completions: a name or a section."""
     rewards: list[RewardConfig] = []
-    judging: RewardManagerConfig = RewardManagerConfig()
+    reward_settings: RewardManagerConfig = RewardManagerConfig()
     models: dict[PlainName, AuxiliaryModelConfig] = {}
     """Models besides the policy, such as an opponent or a judge. A workflow receives each one as the parameter of its
     name."""
@@ -275,12 +275,12 @@ class StageConfig(Section):
         for view in self.by_domain().values():
             inside = [each for operator in view.pipeline for _, rewards in operator.reward_lists for each in rewards]
             for reward in (*view.rewards, *inside):
-                longest, deadline = reward.longest_request_s, view.judging.deadline_s
+                longest, deadline = reward.longest_request_s, view.reward_settings.deadline_s
                 if longest is not None and longest >= deadline:
                     raise ValueError(
-                        f"judging.deadline_s ({deadline:g}) is not above deadline_s + try_s ({longest:g}) of the "
-                        f"reward `{reward.part_name}`, so an endpoint that is down would pass for a slow one; raise "
-                        "judging.deadline_s"
+                        f"reward_settings.deadline_s ({deadline:g}) is not above deadline_s + try_s ({longest:g}) of "
+                        f"the reward `{reward.part_name}`, so an endpoint that is down would pass for a slow one; "
+                        "raise reward_settings.deadline_s"
                     )
         return self
 

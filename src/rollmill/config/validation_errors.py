@@ -55,7 +55,7 @@ COMMON_KEY_ALIASES = {
     "use_kl_loss": "algorithm.kl.coefficient",
 }
 """Names of rollmill's keys in other frameworks."""
-FORMER_NAMES = {"residency": "offload", "experts": "offline_data"}
+FORMER_NAMES = {"residency": "offload", "experts": "offline_data", "judging": "reward_settings"}
 """Earlier names of keys and of workflows, with those of today, which `rollmill import-config` writes."""
 
 _NOUNS = {

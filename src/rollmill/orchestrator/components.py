@@ -43,7 +43,9 @@ def build_stage_rewards(config: StageConfig, policy: PolicyModel) -> StageReward
 
 def build_rewards(config: StageConfig, policy: PolicyModel) -> RewardManager:
     """Build the reward manager of a stage without domains, or of one domain."""
-    return build_reward_manager(config.rewards, config.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+    return build_reward_manager(
+        config.rewards, config.reward_settings, tokenizer=policy.tokenizer, device=str(policy.device)
+    )
 
 
 def build_stage_pipeline(config: StageConfig, policy: PolicyModel, seed: int) -> Pipeline:

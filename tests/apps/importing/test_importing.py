@@ -463,6 +463,7 @@ model: {new: {hidden_size: 64, layers: 2, heads: 2, kv_heads: 2, context: 16, to
 rollout: {max_new_tokens: 4}
 taskset: &rows {path: sums.jsonl}
 rewards: [{name: exact}]   # one is enough
+<judging>: {workers: 2}
 <residency>: {optimizer: "${env:TIER:memory}"}
 stages:
   - {name: first, steps: 1}

@@ -109,7 +109,7 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
             for name in (*_TRUNCATION, *_SAMPLING):
                 keys["rollout", name] = f"not honoured: {learner}, and there is no evaluation; remove it"
             keys["rewards",] = f"not honoured: {learner}, and there is no evaluation to judge; remove them"
-            keys["judging",] = f"not honoured: {learner}, and there is no evaluation to judge; remove it"
+            keys["reward_settings",] = f"not honoured: {learner}, and there is no evaluation to judge; remove it"
         elif all(each.samples == 0 for each in evaluation.all_sets().values()):
             for name in _TRUNCATION:
                 keys["rollout", name] = (

@@ -35,7 +35,7 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
     if isinstance(stage.workflow, LiveRequestsWorkflow):
         keys |= _unused_live_request_keys(stage, stage.workflow)
     if not stage.workflow.scored_by_rewards:
-        for key in ("rewards", "judging"):
+        for key in ("rewards", "reward_settings"):
             keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
     if not any(each.uses_tools or each.takes("tools") for each in stage.workflows):
         keys["tools",] = f"not honoured by workflow `{name}`, which calls none; `tools` and `react` do"
