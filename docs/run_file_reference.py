@@ -54,7 +54,7 @@ PAGES = {
         "taskset.mix",
         "taskset.pipeline",
         "taskset.pipeline.against",
-        "taskset.order",
+        "taskset.sampler",
     ),
     "workflow": ("workflow", "workflow.examples", "roles.NAME", "environment", "tools"),
     "rollout": ("rollout", "rollout.repetition", "rollout.ngram_draft", "rollout.reuse", "rollout.partial", "engine"),
@@ -100,10 +100,13 @@ class Family:
 FAMILIES = (
     Family(RowsSection, "Keys of all sources of rows", "The source of rows, and their conversion to tasks.", "taskset"),
     Family(
-        TasksetSection, "Keys of tasksets and entries of a mix", "Preparation and order of the tasks.", page="taskset"
+        TasksetSection,
+        "Keys of tasksets and entries of a mix",
+        "Preparation and sampling of the tasks.",
+        page="taskset",
     ),
-    Family(SamplerSection, "Keys of all orders", "The sections below list further keys."),
-    Family(SuccessRateSamplerSection, "Keys of {members}", "Success rates that these orders track."),
+    Family(SamplerSection, "Keys of all samplers", "The sections below list further keys."),
+    Family(SuccessRateSamplerSection, "Keys of {members}", "Success rates that these samplers track."),
     Family(EnvironmentSection, "Keys of all environments", "The sections below list further keys."),
     Family(ToolWorkflowSection, "Keys of {members}", "The form of tool calls."),
     Family(ToolSection, "Keys of all tools", "The sections below list further keys."),

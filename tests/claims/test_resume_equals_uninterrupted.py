@@ -14,7 +14,11 @@ from support.postgres import Postgres
 from support.tiny import GRPO, SFT, outcome, tiny_run
 
 REPLAY = {"groups": 2, "order": "priority", "priority": "advantage", "max_uses": 3, "decay": 0.8}
-REFILLED = {"pipeline": [{"name": "group_variance"}], "buffer": {"replay": REPLAY}, "taskset": {"order": "prioritised"}}
+REFILLED = {
+    "pipeline": [{"name": "group_variance"}],
+    "buffer": {"replay": REPLAY},
+    "taskset": {"sampler": "prioritised"},
+}
 MADE = [{"name": "group_variance"}, {"name": "demonstrations", "part": "format", "per_task": 1}, {"name": "duplicates"}]
 MIX = {"algorithm": {"name": "mix"}, "trainer": {"lr": 1e-3}, "steps": 6}
 GAME = """

@@ -79,7 +79,7 @@ def test_rewards_of_the_next_batch_are_judged_while_the_trainer_works(
         max_staleness=1,
         rewards=[{"name": "python", "function": str(tmp_path / "mine.py") + ":mine", "run_in": "thread"}],
         rollout={"group_size": 2},
-        taskset={"order": "sequential"},
+        taskset={"sampler": "sequential"},
         evaluation=None,
     )
     assert during == [8, 8, 8, 0]

@@ -314,15 +314,15 @@ def _taskset(taskset: TasksetConfig, count: TaskCount | None) -> str:
 def _source(taskset: TasksetSection) -> str:
     generator = taskset.generator
     source = f"reasoning-gym {generator.name}" if generator else f"{taskset.path or taskset.function or ''}"
-    apart = {"path", "generator", "function", "fields", "pipeline", "order", "mix", "name", "weight"}
+    apart = {"path", "generator", "function", "fields", "pipeline", "sampler", "mix", "name", "weight"}
     details = [_options(taskset, skip=apart, changed=True)]
     if fields := _options(taskset.fields, changed=True):
         details.append(f"fields {fields}")
     if taskset.pipeline:
         details.append(f"pipeline {', '.join(each.name for each in taskset.pipeline)}")
-    if taskset.order != TasksetSection.model_fields["order"].default:
-        options = _options(taskset.order, skip={"name"}, changed=True)
-        details.append(f"order {taskset.order.name}" + (f" ({options})" if options else ""))
+    if taskset.sampler != TasksetSection.model_fields["sampler"].default:
+        options = _options(taskset.sampler, skip={"name"}, changed=True)
+        details.append(f"sampler {taskset.sampler.name}" + (f" ({options})" if options else ""))
     extra = ", ".join(part for part in details if part)
     return source + (f" ({extra})" if extra else "")
 

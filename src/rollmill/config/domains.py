@@ -40,7 +40,7 @@ class DomainConfig(Section):
     """One kind of tasks. Keys that are not set are taken from the stage."""
 
     taskset: TasksetSection
-    """Tasks of the domain, and their order: all keys of a taskset but `mix`."""
+    """Tasks of the domain, and their sampler: all keys of a taskset but `mix`."""
     weight: Annotated[float, Field(gt=0)] | list[tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=0)]]] = (
         1.0
     )

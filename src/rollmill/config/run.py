@@ -317,7 +317,7 @@ class RunConfig(StageConfig):
     plugins: list[Path] = []
     """Python files to import before the run file is checked. Components that they register (`@rollmill.reward`,
     `@rollmill.loss`, `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`,
-    `@rollmill.order`, `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) are available by name."""
+    `@rollmill.sampler`, `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) are available by name."""
     changes: list[ChangeConfig] = []
     """Changes of the learning rate and of rewards' weights, and stops, after given steps: a plan, or the
     `changes.jsonl` of a run whose callbacks made them."""

@@ -55,7 +55,12 @@ COMMON_KEY_ALIASES = {
     "use_kl_loss": "algorithm.kl.coefficient",
 }
 """Names of rollmill's keys in other frameworks."""
-FORMER_NAMES = {"residency": "offload", "experts": "offline_data", "judging": "reward_settings"}
+FORMER_NAMES = {
+    "residency": "offload",
+    "experts": "offline_data",
+    "judging": "reward_settings",
+    "order": "sampler",
+}
 """Earlier names of keys and of workflows, with those of today, which `rollmill import-config` writes."""
 
 _NOUNS = {
@@ -66,7 +71,7 @@ _NOUNS = {
     "algorithm.corrections": "correction",
     "algorithm.masks": "mask",
     "taskset.pipeline": "operator",
-    "taskset.order": "order",
+    "taskset.sampler": "sampler",
     "pipeline": "operator",
     "workflow": "workflow",
     "environment": "environment",

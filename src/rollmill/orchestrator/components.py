@@ -154,8 +154,8 @@ def build_rollout_components(
     batch = config.rollout.batch
     sampler: Sampler = NoTasksSampler()
     if config.workflow.uses_tasks:
-        order, domains, mixing = config.required_taskset.order, config.domains, config.mixing
-        sampler = build_sampler(tasks, order, seed, batch=batch, domains=domains, mixing=mixing)
+        section, domains, mixing = config.required_taskset.sampler, config.domains, config.mixing
+        sampler = build_sampler(tasks, section, seed, batch=batch, domains=domains, mixing=mixing)
     rollouts = RolloutScheduler(
         config,
         sampler=sampler,

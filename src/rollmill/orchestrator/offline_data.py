@@ -43,7 +43,7 @@ def build_demonstration_pool(
     if worked is not None and worked.tasks:
         stream, batch = derive_seed(seed, EXPERT_STREAM), config.rollout.batch
         tasks = TasksetDemonstrations(
-            build_sampler(worked, config.required_taskset.order, stream, batch=batch, observed=False),
+            build_sampler(worked, config.required_taskset.sampler, stream, batch=batch, observed=False),
             render,
             worked.tasks,
         )

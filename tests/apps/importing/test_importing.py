@@ -247,7 +247,7 @@ def test_trinity(tmp_path: Path) -> None:
     assert stage.max_staleness == 1
     assert (algorithm.loss.clip_low, algorithm.kl.estimator, stage.trainer.max_grad_norm) == (0.2, "k2", 0.5)
     source = {"path": "hf://openai/gsm8k", "split": "train", "subset": "main", "chat": True}
-    assert found.sections["taskset"] == source | {"order": "sequential"}
+    assert found.sections["taskset"] == source | {"sampler": "sequential"}
     assert found.sections["evaluation"]["sets"]["test"]["taskset"]["split"] == "test"
     assert found.lost == {}
 
@@ -309,7 +309,7 @@ def test_defaults_of_trinity_are_written(
     assert algorithm.kl.where == "loss"
     assert {key: getattr(algorithm.loss, key) for key in loss} == loss
     assert found.lost == {}
-    assert found.sections["taskset"]["order"] == "sequential"
+    assert found.sections["taskset"]["sampler"] == "sequential"
 
 
 def test_penalties_of_trinity(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_evaluations_of_trinity_keep_their_sampling(tmp_path: Path) -> None:
     assert (gsm.samples, gsm.sampling.temperature, gsm.sampling.top_k, gsm.sampling.max_new_tokens) == (1, 1.0, 5, 99)
     assert once.samples == 0
     assert evaluation.every == 100
-    assert run.stages[0].required_taskset.order.name == "shuffled"
+    assert run.stages[0].required_taskset.sampler.name == "shuffled"
     thinking = {"enable_thinking": False}
     assert [each.chat_template_kwargs for each in run.stages[0].evaluation.tasksets()] == [thinking] * 3  # type: ignore[union-attr]
     assert run.stages[0].required_taskset.chat_template_kwargs == thinking
@@ -395,7 +395,7 @@ def test_rows_that_verl_does_not_shuffle_stay_in_order(files: Any, tmp_path: Pat
     run, found = imported(tmp_path, text)
     taskset = run.stages[0].required_taskset
     for entry in taskset.mix or [taskset]:
-        assert (entry.order.name, entry.fields.images) == ("sequential", "picture")
+        assert (entry.sampler.name, entry.fields.images) == ("sequential", "picture")
         assert entry.chat_template_kwargs == {"enable_thinking": False}
     assert found.lost == {}
     assert found.unneeded == []
@@ -405,7 +405,7 @@ def test_order_and_switches_of_trl(tmp_path: Path) -> None:
     text = GRPO + "shuffle_dataset: false\nchat_template_kwargs: {enable_thinking: false}\noptim: adamw_8bit\n"
     run, _ = imported(tmp_path, text, processes=2)
     taskset = run.stages[0].required_taskset
-    assert (taskset.order.name, taskset.chat_template_kwargs) == ("sequential", {"enable_thinking": False})
+    assert (taskset.sampler.name, taskset.chat_template_kwargs) == ("sequential", {"enable_thinking": False})
     assert run.stages[0].trainer.optimizer == "adamw_8bit"
 
 
@@ -461,7 +461,7 @@ FORMER = """\
 name: mine
 model: {new: {hidden_size: 64, layers: 2, heads: 2, kv_heads: 2, context: 16, tokenizer: {kind: char}}}
 rollout: {max_new_tokens: 4}
-taskset: &rows {path: sums.jsonl}
+taskset: {path: sums.jsonl, <order>: {name: sequential}}
 rewards: [{name: exact}]   # one is enough
 <judging>: {workers: 2}
 <residency>: {optimizer: "${env:TIER:memory}"}
@@ -471,15 +471,30 @@ stages:
     algorithm: mix
     <experts>: {sources: [taskset, run]}
     <residency>: none
+    taskset: {mix: [{name: order, path: sums.jsonl, <order>: sequential}]}
 """
-"""A run file, in which <NAME> is a former name."""
+DOMAINS = """\
+name: mine
+model: {new: {hidden_size: 64, layers: 2, heads: 2, kv_heads: 2, context: 16, tokenizer: {kind: char}}}
+rollout: {max_new_tokens: 4}
+rewards: [{name: exact}]
+evaluation:
+  sets:
+    order: {taskset: {path: sums.jsonl, limit: 4}}   # a set of this name
+domains:
+  experts:   # and a domain
+    taskset: {path: sums.jsonl, <order>: prioritised}
+    <judging>: {clip: [-1, 1]}
+  judging: {taskset: {path: sums.jsonl}}
+"""
+"""Run files, in which <NAME> is a former name."""
 
 
-def test_former_names_of_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", [FORMER, DOMAINS], ids=["stages", "domains"])
+def test_former_names_of_a_run_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`check` refuses each one where it stands, and the command writes today's; nothing else of the file changes."""
-    before = re.sub(r"<(\w+)>", r"\1", FORMER)
-    now = re.sub(r"<(\w+)>", lambda found: FORMER_NAMES[found[1]], FORMER)
-    assert set(re.findall(r"<(\w+)>", FORMER)) == FORMER_NAMES.keys()
+    before = re.sub(r"<(\w+)>", r"\1", text)
+    now = re.sub(r"<(\w+)>", lambda found: FORMER_NAMES[found[1]], text)
     file, out = tmp_path / "run.yaml", tmp_path / "new.yaml"
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "response": "2"}\n')
     file.write_text(before)
@@ -487,7 +502,7 @@ def test_former_names_of_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     refused = capsys.readouterr().err
     for number, (old, new) in enumerate(zip(before.splitlines(), now.splitlines(), strict=True), 1):
         assert (f"run.yaml:{number}: " in refused) == (old != new), old
-    assert "residency: `residency` is called `offload` now; `rollmill import-config FILE --out NEW` rewr" in refused
+    assert "order: `order` is called `sampler` now; `rollmill import-config FILE --out NEW` rewrites" in refused
     assert main(["import-config", str(file), "--out", str(out)]) == 0
     assert out.read_text() == now
     assert main(["check", str(out)]) == 0
@@ -495,5 +510,16 @@ def test_former_names_of_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["import-config", str(out), "--out", str(file), "--force", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["framework"], again["notes"], again["problems"]) == ("rollmill", [], [])
-    assert again["run"]["stages"][0] == {"name": "first", "steps": 1}
+    assert again["run"]["name"] == "mine"
     assert file.read_text() == now
+
+
+def test_former_names_in_evaluation_sets(tmp_path: Path) -> None:
+    """They mean nothing there, which `check` says of the names of today."""
+    text = "evaluation: {taskset: {mix: [{<order>: shuffled}]}, sets: {order: {taskset: {<order>: shuffled}}}}\n"
+    (tmp_path / "run.yaml").write_text(text.replace("<order>", "order"))
+    assert import_file(tmp_path / "run.yaml").text == text.replace("<order>", "sampler")
+
+
+def test_every_former_name_is_tried() -> None:
+    assert set(re.findall(r"<(\w+)>", FORMER + DOMAINS)) == FORMER_NAMES.keys()

@@ -137,9 +137,9 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
         )
     if not algorithm.uses_rollouts:
         for path, section in _sections(stage.taskset, ("taskset",)):
-            if section.order.uses_success:
-                keys[(*path, "order")] = (
-                    f"not honoured: {learner}, so no success is seen; use `shuffled`, or an order by difficulty"
+            if section.sampler.uses_success:
+                keys[(*path, "sampler")] = (
+                    f"not honoured: {learner}, so no success is seen; use `shuffled`, or one by difficulty"
                 )
     if stage.evaluation is not None:
         keys |= unused_evaluation_set_keys(stage)
@@ -162,17 +162,17 @@ def _unused_offline_data_keys(stage: StageConfig) -> dict[KeyPath, str]:
 
 
 def unused_evaluation_keys(taskset: TasksetConfig, at: KeyPath) -> dict[KeyPath, str]:
-    """Returns order and weights of held-out tasks, which are all evaluated once."""
+    """Returns samplers and weights of held-out tasks, which are all evaluated once."""
     keys: dict[KeyPath, str] = {}
     for path, section in _sections(taskset, (*at, "taskset")):
-        keys[(*path, "order")] = "not honoured: every held-out task is evaluated each time; remove it"
+        keys[(*path, "sampler")] = "not honoured: every held-out task is evaluated each time; remove it"
         if isinstance(section, MixEntry):
             keys[(*path, "weight")] = "not honoured: every held-out task is evaluated each time; it is in `taskset.mix`"
     return keys
 
 
 def _sections(taskset: TasksetConfig | None, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:
-    """Returns the sections of a taskset that set an order, each with its key path."""
+    """Returns the sections of a taskset that set a sampler, each with its key path."""
     if taskset is None:
         return []
     entries = [((*at, "mix", index), entry) for index, entry in enumerate(taskset.mix)]
