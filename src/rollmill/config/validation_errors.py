@@ -60,6 +60,7 @@ FORMER_NAMES = {
     "experts": "offline_data",
     "judging": "reward_settings",
     "order": "sampler",
+    "traffic": "live_requests",
 }
 """Earlier names of keys and of workflows, with those of today, which `rollmill import-config` writes."""
 
@@ -308,6 +309,8 @@ def _text(details: ErrorDetails, owner: type[Section], path: KeyPath) -> str:
 
 def _unknown_name(name: str, expected: str, users: list[str]) -> str:
     names = [*re.findall(r"'([^']*)'", expected), *users]
+    if FORMER_NAMES.get(name) in names:
+        return _explain_former_name(name)
     return f"`{truncate_text(name)}` is not known{suggest_match(name, names) or ';'} valid: {', '.join(names)}"
 
 

@@ -487,10 +487,21 @@ domains:
     <judging>: {clip: [-1, 1]}
   judging: {taskset: {path: sums.jsonl}}
 """
+SERVED = """\
+model: {new: {hidden_size: 64, layers: 2, heads: 2, kv_heads: 2, context: 16, tokenizer: {kind: char}}}
+name: mine
+max_staleness: 2
+rollout: {max_new_tokens: 4}
+algorithm: reinforce
+stages:
+  - {name: first, taskset: {path: sums.jsonl}, rewards: [{name: exact}]}
+  - {name: traffic, workflow: <traffic>}
+  - {name: second, workflow: {name: <traffic>, group: prompt}}
+"""
 """Run files, in which <NAME> is a former name."""
 
 
-@pytest.mark.parametrize("text", [FORMER, DOMAINS], ids=["stages", "domains"])
+@pytest.mark.parametrize("text", [FORMER, DOMAINS, SERVED], ids=["stages", "domains", "served"])
 def test_former_names_of_a_run_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`check` refuses each one where it stands, and the command writes today's; nothing else of the file changes."""
     before = re.sub(r"<(\w+)>", r"\1", text)
@@ -502,7 +513,8 @@ def test_former_names_of_a_run_file(text: str, tmp_path: Path, capsys: pytest.Ca
     refused = capsys.readouterr().err
     for number, (old, new) in enumerate(zip(before.splitlines(), now.splitlines(), strict=True), 1):
         assert (f"run.yaml:{number}: " in refused) == (old != new), old
-    assert "order: `order` is called `sampler` now; `rollmill import-config FILE --out NEW` rewrites" in refused
+    one = re.findall(r"<(\w+)>", text)[0]
+    assert f"`{one}` is called `{FORMER_NAMES[one]}` now; `rollmill import-config FILE --out NEW` rewrites" in refused
     assert main(["import-config", str(file), "--out", str(out)]) == 0
     assert out.read_text() == now
     assert main(["check", str(out)]) == 0
@@ -522,4 +534,4 @@ def test_former_names_in_evaluation_sets(tmp_path: Path) -> None:
 
 
 def test_every_former_name_is_tried() -> None:
-    assert set(re.findall(r"<(\w+)>", FORMER + DOMAINS)) == FORMER_NAMES.keys()
+    assert set(re.findall(r"<(\w+)>", FORMER + DOMAINS + SERVED)) == FORMER_NAMES.keys()

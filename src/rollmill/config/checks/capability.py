@@ -128,7 +128,7 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
     keys |= unused_offload_keys(stage)
     keys |= unused_engine_keys(stage)
     if not stage.needs_taskset and isinstance(stage.workflow, LiveRequestsWorkflow):
-        keys["taskset",] = "not honoured by workflow `traffic`, whose prompts come from an application; remove it"
+        keys["taskset",] = "not honoured by workflow `live_requests`, whose prompts come from an application; remove it"
     elif not stage.needs_taskset:
         keys["taskset",] = f"not honoured: {learner}, and `taskset` is not among offline_data.sources; add it there"
     if evaluation is None:

@@ -26,7 +26,7 @@ class Deployment(StrEnum):
 ENGINES = ("native", "vllm")
 
 NEEDS_ONE_PROCESS = {
-    "workflow": "an application's sessions come to the process that trains: `traffic` goes with mode serve",
+    "workflow": "an application's sessions come to the process that trains: `live_requests` goes with mode serve",
     "rollout.reuse": "drafts belong to checkpoints, which explorers do not write",
     "engine.sleep": "explorers do not sleep while the trainer works",
     "models.policy": "earlier weights of the policy are not kept for explorers that start later; give `path`",

@@ -103,7 +103,7 @@ def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:
         text = f"not honoured by algorithm `{algorithm.name}`, which needs all that it has in every phase; remove it"
         return {("offload",): text}
     if isinstance(stage.workflow, LiveRequestsWorkflow):
-        text = "not honoured by workflow `traffic`, whose requests need the policy at any time; remove it"
+        text = "not honoured by workflow `live_requests`, whose requests need the policy at any time; remove it"
         return {("offload",): text}
     if uses_engine(stage) and stage.engine.name != "native" and not engine_has_process(stage):
         return {("offload",): f"not honoured with engine `{stage.engine.name}`: {OFFLOAD_ENGINE}"}

@@ -72,10 +72,12 @@ def _in_the_stages_environment(stage: StageConfig) -> list[WorkflowSection]:
 
 def _unused_live_request_keys(stage: StageConfig, workflow: LiveRequestsWorkflow) -> dict[KeyPath, str]:
     """Returns keys without effect when an application makes the rollouts."""
-    text = "not honoured by workflow `traffic`, which has no tasks; evaluate checkpoints in a run of their own"
+    text = "not honoured by workflow `live_requests`, which has no tasks; evaluate checkpoints in a run of their own"
     keys: dict[KeyPath, str] = {("evaluation",): text}
     for key in ("token_budget", "partial", "oversample", "reuse", "refills"):
-        keys["rollout", key] = "not honoured by workflow `traffic`, whose rollouts an application makes; remove it"
+        keys["rollout", key] = (
+            "not honoured by workflow `live_requests`, whose rollouts an application makes; remove it"
+        )
     if workflow.group == "session":
         keys["rollout", "group_size"] = "not honoured with workflow.group `session`; it is with `prompt`"
     return keys

@@ -118,7 +118,7 @@ def calibrate(loaded: LoadedRun, folder: Path, *, max_tokens: int) -> list[Calib
 def _check_stage(stage: StageConfig) -> None:
     if isinstance(stage.workflow, LiveRequestsWorkflow):
         raise ConfigError(
-            f"stage {stage.name}: workflow `traffic` rolls out nothing by itself, so nothing can be measured; "
+            f"stage {stage.name}: workflow `live_requests` rolls out nothing by itself, so nothing can be measured; "
             "plan a run with another workflow"
         )
     if stage.algorithm.uses_rollouts and stage.engine.name != "native":
