@@ -66,9 +66,9 @@ def pool(
             lambda task, place: [experience(task.id)],
             rows,
         )
-    shelves = [StoreReader(f"store {n}", lambda store=store: store) for n, store in enumerate(stores)]
+    readers = [StoreReader(f"store {n}", lambda store=store: store) for n, store in enumerate(stores)]
     options: Any = {"pairs": pairs, "labels": labels, "rated_at_least": rated_at_least, "seed": seed}
-    return DemonstrationPool(own, shelves, **options, tokenizer="abc", context=8)
+    return DemonstrationPool(own, readers, **options, tokenizer="abc", context=8)
 
 
 def ids(experiences: list[Experience]) -> list[str]:
@@ -127,7 +127,7 @@ def test_what_was_undone_before_anybody_looked_counts_once_it_is_redone(store: E
     assert ratings.apply_ratings([completion])[0].reward == 1.0
 
 
-def test_shelves_come_before_the_taskset_and_again_in_its_next_epoch(store: ExperienceStore) -> None:
+def test_stores_come_before_the_taskset_and_again_in_its_next_epoch(store: ExperienceStore) -> None:
     store.put([expert("mine")])
     demonstrations = pool(store, tasks=3)
     flat = [name for _ in range(4) for name in ids(demonstrations.draw(2))]
@@ -201,9 +201,9 @@ def test_what_the_model_cannot_hold_is_left_out(store: ExperienceStore, caplog: 
 
 def test_a_store_that_does_not_exist_yet_is_found_when_it_does(store: ExperienceStore) -> None:
     there: list[ExperienceStore] = []
-    shelves = StoreReader("later", lambda: there[0] if there else None)
+    reader = StoreReader("later", lambda: there[0] if there else None)
     demonstrations = DemonstrationPool(
-        None, [shelves], pairs=False, rated_at_least=1.0, tokenizer="abc", context=8, seed=0
+        None, [reader], pairs=False, rated_at_least=1.0, tokenizer="abc", context=8, seed=0
     )
     assert demonstrations.draw(2) == []
     store.put([expert("late")])
