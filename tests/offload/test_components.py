@@ -128,7 +128,7 @@ def test_an_optimizer_goes_on_as_if_its_state_had_never_left(tmp_path: Path) -> 
     assert torch.equal(trained(True), trained(False))
 
 
-def test_no_files_are_left_even_while_it_is_away(tmp_path: Path) -> None:
+def test_no_files_are_left_even_while_it_is_offloaded(tmp_path: Path) -> None:
     weight = torch.ones(1000)
     component = on_disk("policy", lambda: [weight], tmp_path / "new")
     component.move("disk")
@@ -149,7 +149,7 @@ def places(**by_phase: dict[str, StorageTier]) -> OffloadPlan:
     return OffloadPlan({phase: by_phase[phase] for phase in by_phase}, {})  # type: ignore[misc]
 
 
-def test_a_phase_has_what_it_needs_and_a_checkpoint_reads_what_is_away(tmp_path: Path) -> None:
+def test_a_phase_has_what_it_needs_and_a_checkpoint_reads_what_is_offloaded(tmp_path: Path) -> None:
     model = toy_model("llama", tie_word_embeddings=True)
     expected = copy.deepcopy(model.state_dict())
     policy = torch.ones(3)
@@ -241,8 +241,8 @@ def test_what_had_left_when_another_had_no_room_comes_back_with_the_old_phase(tm
         OffloadableTensors("optimizer", lambda: [second], {"disk": full}),
     ]
     there: dict[str, StorageTier] = {each.name: "device" for each in components}
-    away: dict[str, StorageTier] = there | {"critic": "disk", "optimizer": "disk"}
-    manager = OffloadManager(components, OffloadPlan({"train": there, "rollout": away}, {}), CPU)
+    offloaded: dict[str, StorageTier] = there | {"critic": "disk", "optimizer": "disk"}
+    manager = OffloadManager(components, OffloadPlan({"train": there, "rollout": offloaded}, {}), CPU)
     manager.enter("train")
     with pytest.raises(OffloadError):
         manager.enter("rollout")

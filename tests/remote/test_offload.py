@@ -47,7 +47,7 @@ RUN: dict[str, Any] = {
     "evaluation": None,
     "checkpoint": {"every": 1, "keep_last": 99},
 }
-AWAY = {"engine": "destroyed", "policy": "disk", "optimizer": "disk", "reference": "disk"}
+OFFLOADED = {"engine": "destroyed", "policy": "disk", "optimizer": "disk", "reference": "disk"}
 RAY = {"placement": {"name": "ray", "explorers": 1, "cpus": 0.5}}
 
 
@@ -89,7 +89,7 @@ def test_whoever_is_killed_while_explorers_hold_nothing(
     assert done.code == 0, done.err
 
     changes = RAY if place == "ray" else {"mode": "train", "trainer_away_s": 60}
-    folder = written(tmp_path / "split", offload=AWAY, monitor={"timeline_every": 1}, **changes)
+    folder = written(tmp_path / "split", offload=OFFLOADED, monitor={"timeline_every": 1}, **changes)
     out = folder / "out"
     for call in (2, 3):
         (folder / f"gate-{call}").touch()
@@ -144,7 +144,7 @@ def test_reward_models_of_explorers_leave_with_them(server: Forks, explorers: Fo
     rewards = [{"name": "model", "path": str(trained / "out/checkpoints/step-000001/reward_model")}]
     changes = {"rewards": rewards, "steps": 3, "mode": "train", "trainer_away_s": 60, "monitor": {"timeline_every": 1}}
     outs = []
-    for name, offload in (("with", AWAY | {"rewards": "disk"}), ("without", None)):
+    for name, offload in (("with", OFFLOADED | {"rewards": "disk"}), ("without", None)):
         folder = written(tmp_path / name, offload=offload, **changes)
         server.start("run", "run.yaml", "--out", "out", folder=folder)
         explorers.start("run", "run.yaml", "--set", "mode=explore", "--out", "out", folder=folder)

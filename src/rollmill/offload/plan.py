@@ -33,7 +33,7 @@ GRADIENTS = "gradients"
 class ComponentSpec:
     """A component: its size in bytes and the phases that need it on the device.
 
-    `choice` is its tier in the other phases, from the run file. `away` is the tier that `auto` uses if there is no
+    `choice` is its tier in the other phases, from the run file. `fallback` is the tier that `auto` uses if there is no
     room. An `eager` component has an unknown size and leaves whenever anything leaves.
     """
 
@@ -41,7 +41,7 @@ class ComponentSpec:
     size: int
     needed: frozenset[Phase]
     choice: Literal["auto", "device", "memory", "disk", "destroyed"]
-    away: StorageTier
+    fallback: StorageTier
     eager: bool = False
 
 
@@ -113,8 +113,8 @@ def _components_that_fit(idle: Sequence[ComponentSpec], room: float) -> list[Com
 
 def _offload_tier(part: ComponentSpec) -> StorageTier:
     """Tier of a component off the device. Disk replaces memory where host memory is the device."""
-    if part.choice == "auto" or part.choice == "device" or (part.choice == "memory" and part.away == "disk"):
-        return part.away
+    if part.choice == "auto" or part.choice == "device" or (part.choice == "memory" and part.fallback == "disk"):
+        return part.fallback
     return part.choice
 
 

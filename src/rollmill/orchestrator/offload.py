@@ -64,8 +64,8 @@ def build_offload_plan(
     parts = [ComponentSpec(GRADIENTS, sizes[GRADIENTS], frozenset({"train"}), "destroyed", "destroyed")]
     for name, size in sizes.items():
         if name != GRADIENTS:
-            away = "destroyed" if name in REBUILT_COMPONENTS else out
-            parts.append(ComponentSpec(name, size, needs[name], getattr(chosen, name), away, eager=name == "cache"))
+            fallback = "destroyed" if name in REBUILT_COMPONENTS else out
+            parts.append(ComponentSpec(name, size, needs[name], getattr(chosen, name), fallback, eager=name == "cache"))
     budget = default_memory_budget(device) if chosen.budget_gb is None else chosen.budget_gb * GB
     plan = plan_offload(parts, stage_phases(stage), budget, where=f"stage {stage.name}: ")
     casting = sizes["policy"] + sizes.get(CAST, 0)

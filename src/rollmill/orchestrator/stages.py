@@ -99,7 +99,7 @@ class Stage:
         self.offloader: OffloadManager | None = None
         if self.offload_plan is not None:
             self.offloader = build_offloader(self, self.offload_plan)
-        self.trace.offloader, self.trace.explorers = self.offloader, self.backend.residents
+        self.trace.offloader, self.trace.explorers = self.offloader, self.backend.device_bytes
         self.store = context.buffers.of_stage(config)
         self.pipeline = build_stage_pipeline(config, policy, self.seed)
         self.offline_data: OfflineData | None = None

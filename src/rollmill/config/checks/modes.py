@@ -229,7 +229,7 @@ FEATURES = (
         _TESTS + "a_memory_budget_counts_the_engine",
     ),
     ModeFeature(
-        "policies that see",
+        "vision-language policies",
         "model.path",
         {"model": {"path": "seeing", "new": None}},
         _TESTS + "a_policy_sees",

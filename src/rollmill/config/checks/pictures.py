@@ -1,4 +1,4 @@
-"""Policies that see: which checkpoint folders are vision-language models, and runs that such models cannot do yet."""
+"""Vision-language policies: which checkpoint folders hold such models, and runs that such models cannot do yet."""
 
 from __future__ import annotations
 
@@ -120,5 +120,7 @@ def _unsupported(stage: StageConfig, kind: BothWays | None) -> Iterator[tuple[st
             "their pictures are not stored; remove it",
         )
     if not algorithm.trains_policy:
-        remedy = "transformers has no sequence classifier that sees, so no program could load it; train the policy"
+        remedy = (
+            "transformers has no vision-language sequence classifier, so no program could load it; train the policy"
+        )
         yield f"algorithm: {algorithm.name}", remedy
