@@ -149,8 +149,8 @@ def test_bookings_of_a_toy_in_place_of_the_pretrained_model(tmp_path: Path) -> N
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_curriculum_against_the_uniform_order(tmp_path: Path) -> None:
-    options = ("--seeds", "0", "--orders", "posterior", "--tasks", "60", "--held-out", "30", "--target", "0")
+def test_curriculum_against_the_uniform_sampler(tmp_path: Path) -> None:
+    options = ("--seeds", "0", "--samplers", "posterior", "--tasks", "60", "--held-out", "30", "--target", "0")
     line = bench(str(tmp_path), "curriculum", *options, "--svg", str(tmp_path / "curves.svg"))
     assert (line["peer_name"], line["unit"], line["ratio"]) == ("shuffled", "completions", 1.0)
     assert (tmp_path / "curves.svg").read_text().count("<path") > 2

@@ -115,7 +115,7 @@ RUN_ELSEWHERE = {
     "rollmill serve runs/minimal": (
         "tests/apps/serve/test_command.py::test_a_checkpoint_is_served_recorded_and_ends_cleanly"
     ),
-    "rollmill buffer ls runs/mine --shelf usual --reward-at-most 0.2 --limit 5": (
+    "rollmill buffer ls runs/mine --kind usual --reward-at-most 0.2 --limit 5": (
         "tests/cli/test_buffer.py::test_ls_filters"
     ),
     "rollmill run run.yaml --set mode=train --out runs/sums": (
@@ -148,7 +148,7 @@ RUN_ELSEWHERE = {
     ),
     "rollmill buffer show runs/mine train-000012": "tests/cli/test_buffer.py::test_show_finds_a_group",
     "rollmill buffer stats runs/mine": "tests/cli/test_buffer.py::test_stats_count",
-    "rollmill buffer export runs/mine --to mine.parquet --shelf usual": (
+    "rollmill buffer export runs/mine --to mine.parquet --kind usual": (
         "tests/cli/test_buffer.py::test_export_and_import"
     ),
     "rollmill buffer import runs/other mine.parquet": "tests/cli/test_buffer.py::test_export_and_import",

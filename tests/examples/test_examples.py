@@ -361,7 +361,7 @@ def test_self_play_finds_perfect_moves(server: Forks, tmp_path: Path) -> None:
 
 OWN_ENGINE = [
     "stages.1.engine=native",
-    "stages.1.residency={policy: disk, optimizer: disk, reference: disk, cast: destroyed, cache: destroyed}",
+    "stages.1.offload={policy: disk, optimizer: disk, reference: disk, cast: destroyed, cache: destroyed}",
     "trainer.precision=bf16",
 ]
 

@@ -64,9 +64,9 @@ print(before, held, peak_rss(), lifetime_peak_rss())
     assert lifetime >= before + 90 * MB
 
 
-def rows(folder: Path, name: str, residency: Any) -> list[dict[str, Any]]:
+def rows(folder: Path, name: str, offload: Any) -> list[dict[str, Any]]:
     """Metrics of a run in a process of its own."""
-    (folder / "run.yaml").write_text(yaml.safe_dump(merged(RUN, CHANGES | {"residency": residency})))
+    (folder / "run.yaml").write_text(yaml.safe_dump(merged(RUN, CHANGES | {"offload": offload})))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, name], cwd=folder, env=environment, capture_output=True, text=True

@@ -350,7 +350,7 @@ async def counts(task, policy, tools):
 @pytest.mark.parametrize(
     ("workflow", "message"),
     [
-        ("traffic", "evaluation.sets.own.workflow: workflow `traffic` waits for an application"),
+        ("live_requests", "evaluation.sets.own.workflow: workflow `live_requests` waits for an application"),
         ("tools", "evaluation.sets.own.workflow: workflow `tools` calls tools; add some"),
         ("judged", "evaluation.sets.own.workflow.by: no model `scorer`"),
     ],

@@ -79,7 +79,7 @@ def test_rewards_of_the_next_batch_are_judged_while_the_trainer_works(
         max_staleness=1,
         rewards=[{"name": "python", "function": str(tmp_path / "mine.py") + ":mine", "run_in": "thread"}],
         rollout={"group_size": 2},
-        taskset={"order": "sequential"},
+        taskset={"sampler": "sequential"},
         evaluation=None,
     )
     assert during == [8, 8, 8, 0]
@@ -140,14 +140,14 @@ def test_a_reward_that_stays_without_verdicts_ends_the_run(tmp_path: Path, steps
         "import asyncio\nasync def mine(task, completion):\n    await asyncio.sleep(60)\n"
     )
     reward = {"name": "python", "function": f"{tmp_path}/mine.py:mine", "time_limit_s": 0.1}
-    judging = {"missing_steps": steps_in_a_row}
-    changes = RL | {"steps": 4, "rewards": [reward, {"name": "exact"}], "judging": judging, "evaluation": None}
+    settings = {"missing_steps": steps_in_a_row}
+    changes = RL | {"steps": 4, "rewards": [reward, {"name": "exact"}], "reward_settings": settings, "evaluation": None}
     path = tiny_run(tmp_path, **changes, checkpoint={"every": 1})
     if steps_in_a_row == 0:
         assert run(path, out=tmp_path / "out")["status"] == "done"
         return
     with pytest.raises(
-        RewardError, match=r"`mine` took too long .* it was so in 2 steps in a row, which judging\.miss"
+        RewardError, match=r"`mine` took too long .* it was so in 2 steps in a row, which reward_settings\.miss"
     ):
         run(path, out=tmp_path / "out")
     assert [row["step"] for row in read_metrics(tmp_path / "out")] == [1, 2]

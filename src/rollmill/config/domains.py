@@ -40,7 +40,7 @@ class DomainConfig(Section):
     """One kind of tasks. Keys that are not set are taken from the stage."""
 
     taskset: TasksetSection
-    """Tasks of the domain, and their order: all keys of a taskset but `mix`."""
+    """Tasks of the domain, and their sampler: all keys of a taskset but `mix`."""
     weight: Annotated[float, Field(gt=0)] | list[tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=0)]]] = (
         1.0
     )
@@ -51,7 +51,7 @@ class DomainConfig(Section):
     their groups that may be replayed."""
     rewards: list[RewardConfig] | None = None
     """Rewards of the domain's completions."""
-    judging: RewardManagerConfig | None = None
+    reward_settings: RewardManagerConfig | None = None
     """Settings of the domain's reward manager."""
     workflow: WorkflowConfig | None = None
     """Rollout procedure of a task: a name or a section."""
@@ -104,7 +104,17 @@ class DomainConfig(Section):
         return {key: value for key in OVERRIDES if (value := getattr(self, key)) is not None}
 
 
-OVERRIDES = ("rewards", "judging", "workflow", "environment", "tools", "roles", "models", "pipeline", "algorithm")
+OVERRIDES = (
+    "rewards",
+    "reward_settings",
+    "workflow",
+    "environment",
+    "tools",
+    "roles",
+    "models",
+    "pipeline",
+    "algorithm",
+)
 """Keys of a domain that replace the stage's section of the same name."""
 
 

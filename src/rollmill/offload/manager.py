@@ -92,7 +92,7 @@ class OffloadManager:
         self._phase = phase
         return left + loaded > 0
 
-    def residents(self, phase: Phase) -> dict[str, int]:
+    def device_bytes(self, phase: Phase) -> dict[str, int]:
         """Bytes of each component that is on the device in a phase; those of gradients, and of an engine in a process
         of its own, are estimates."""
         places = self.plan.places[phase]

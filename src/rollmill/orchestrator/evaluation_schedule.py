@@ -152,5 +152,5 @@ def _evaluation_key(stage: StageConfig) -> Any:
     # models frozen at the stage's start
     frozen_at = stage.name if any(each.policy is not None for each in stage.all_models.values()) else ""
     examples = stage.taskset if stage.uses_task_examples else None
-    parts = stage.workflow, stage.environment, stage.tools, stage.models, stage.judging
+    parts = stage.workflow, stage.environment, stage.tools, stage.models, stage.reward_settings
     return settings, stage.rollout.model_dump(), stage.rewards, *parts, stage.domains, frozen_at, examples

@@ -55,7 +55,9 @@ def generate_demonstrations(
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]
     tally = ScoreProgress(file, len(tasks), len(tasks) - len(todo), progress)
     device = str(choose_device(loaded.config.device))
-    rewards = StageRewards.build(stage, lambda view: build_reward_manager(view.rewards, view.judging, device=device))
+    rewards = StageRewards.build(
+        stage, lambda view: build_reward_manager(view.rewards, view.reward_settings, device=device)
+    )
     model = ServedModel(str(served), connect_endpoint(str(served), section), completes=section.completes)
     explorer = ServedExplorer(model, rewards)
 

@@ -103,9 +103,9 @@ async def _demonstrations(stage: Stage, count: int) -> list[Experience]:
     with stage.trace.enter_phase("reward", waits) if len(stage.pipeline) else nullcontext():
         drawn = await stage.offline_data.draw(count, step=stage.state.step, version=stage.version)
     if not drawn and stage.batches is None:
-        names, dropped = ", ".join(stage.config.experts.sources), stage.pipeline.describe_dropped()
+        names, dropped = ", ".join(stage.config.offline_data.sources), stage.pipeline.describe_dropped()
         raise StoreError(
-            f"stage {stage.config.name}: nothing to learn from in experts.sources ({names}); give feedback first "
+            f"stage {stage.config.name}: nothing to learn from in offline_data.sources ({names}); give feedback first "
             "(`rollmill feedback`), or name other sources" + (f". The pipeline: {dropped}" if dropped else "")
         )
     return drawn
