@@ -87,15 +87,11 @@ TasksetT = TypeVar("TasksetT", bound=TasksetSection)
 def fill_decontamination_sets(taskset: TasksetConfig, evaluation: Sequence[TasksetConfig]) -> TasksetConfig:
     """Returns the training taskset with `against` of every `decontaminate` operator filled in from the stage's held-out
     tasks, unless the run file sets it; the same object if none lacks it."""
-    if not any(_lacking(part) for part in [taskset, *taskset.mix]):
+    if not any(any(each.lacks_held_out for each in part.pipeline) for part in [taskset, *taskset.mix]):
         return taskset
     keys = set(RowsSection.model_fields)
     rows = [RowsSection.model_validate(part.model_dump(include=keys)) for held in evaluation for part in held.parts()]
     return _filled(taskset, rows).model_copy(update={"mix": [_filled(entry, rows) for entry in taskset.mix]})
-
-
-def _lacking(section: TasksetSection) -> bool:
-    return any(each.lacks_held_out for each in section.pipeline)
 
 
 def _filled(section: TasksetT, rows: list[RowsSection]) -> TasksetT:

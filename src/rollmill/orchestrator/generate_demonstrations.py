@@ -77,7 +77,7 @@ def generate_demonstrations(
     finally:
         model.close()
         rewards.close()
-    return tally.scored(), _count_solved(out)
+    return tally.scored(), sum(json.loads(line)["response"] is not None for line in out.read_text().splitlines())
 
 
 def _best(solved: Sequence[Experience]) -> str | None:
@@ -89,7 +89,3 @@ def _best(solved: Sequence[Experience]) -> str | None:
 def _reward(experience: Experience) -> float:
     assert experience.reward is not None
     return experience.reward
-
-
-def _count_solved(out: Path) -> int:
-    return sum(json.loads(line)["response"] is not None for line in out.read_text().splitlines())
