@@ -18,6 +18,7 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+gc.disable()  # until tests have been collected: what is imported stays, and looking at it each time costs ten seconds
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; commands would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -65,6 +66,7 @@ def pytest_collection_finish() -> None:
     fork_ranks_and_workers()
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
