@@ -18,7 +18,6 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-gc.disable()  # until tests have been collected: what is imported stays, and looking at it each time costs ten seconds
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; commands would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +32,7 @@ from support.forks import Forks, fork_ranks_and_workers, forks, share_server
 from support.postgres import Postgres, missing
 
 torch.set_num_threads(1)
+gc.disable()  # until tests have been collected: what is imported stays, and looking at it each time costs ten seconds
 share_server()
 # The same examples in every run, so that chance fails none. HYPOTHESIS_PROFILE=search tries many others.
 settings.register_profile(
@@ -62,10 +62,11 @@ ast.parse = _parse_again
 
 
 def pytest_collection_finish() -> None:
-    """Imported modules and tests stay, so that the garbage collector need not look at them each time."""
+    """Imported modules and tests stay, so that the garbage collector need not look at them; at the rest it looks rarely."""
     fork_ranks_and_workers()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
     gc.enable()
 
 
