@@ -62,7 +62,7 @@ ast.parse = _parse_again
 
 
 def pytest_collection_finish() -> None:
-    """Imported modules and tests stay, so that the garbage collector need not look at them; at the rest it looks rarely."""
+    """Imported modules and tests stay: the garbage collector need not look at them, and rarely at what tests make."""
     fork_ranks_and_workers()
     gc.collect()
     gc.freeze()
