@@ -48,6 +48,7 @@ def test_rollouts_in_8_bits_against_bf16(tmp_path: Path) -> None:
     assert 0 < gaps[0] < gaps[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_shares_of_the_roof(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "roof", "--models", "tiny")
@@ -83,6 +84,7 @@ def test_step_against_trl(tmp_path: Path) -> None:
     assert list(case["peer_settings"]) == ["trl fp32 static cache", "trl bf16"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_each_side_of_before_has_the_sources_of_its_checkout(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier"

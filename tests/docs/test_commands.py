@@ -19,7 +19,11 @@ from rollmill import registry
 from rollmill.cli import main
 from rollmill.config import section as parts
 
-NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
+
+def names(*kinds: str) -> list[str]:
+    """Names of the documents that have blocks of these kinds."""
+    return [str(document.relative_to(ROOT)) for document in DOCUMENTS if blocks(document, *kinds)]
+
 
 SLOW = pytest.mark.slow
 LONG = {f"docs/guide/{name}.md" for name in ("algorithms", "audit", "evaluation", "export", "restarts")}
@@ -223,7 +227,9 @@ def workspace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return folder
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name in LONG else ()) for name in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW if name in LONG else ()) for name in names("bash", "console")]
+)
 def test_commands_run(name: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write_files(name)
     for command in commands(ROOT / name):
@@ -231,15 +237,15 @@ def test_commands_run(name: str, workspace: Path, capsys: pytest.CaptureFixture[
             _run(command, capsys)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names("python"))
 def test_python_blocks_run(name: str, workspace: Path) -> None:
     """A later block of a page sees what earlier ones define."""
-    names: dict[str, object] = {"__name__": "document"}
+    defined: dict[str, object] = {"__name__": "document"}
     for block in blocks(ROOT / name, "python"):
-        exec(compile(block.text, block.place, "exec"), names)
+        exec(compile(block.text, block.place, "exec"), defined)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names("yaml"))
 def test_yaml_blocks_are_valid(name: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write_files(name)
     for block in blocks(ROOT / name, "yaml"):

@@ -116,7 +116,7 @@ def test_under_nohup_a_closed_terminal_does_not_end_a_run() -> None:
 @pytest.mark.slow
 def test_interrupted_with_rewards_under_way_keeps_them(server: Forks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLOW_REWARD.format(0.02))
-    tiny_run(tmp_path, **ONLY_RL | {"steps": 30}, max_staleness=1, rewards=MINE, evaluation=None)
+    tiny_run(tmp_path, **ONLY_RL | {"steps": 10}, max_staleness=1, rewards=MINE, evaluation=None)
     assert server.run("run", "run.yaml", "--out", "whole", folder=tmp_path).code == 0
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
     assert server.reaches(lambda: steps(tmp_path / "out") >= 1)

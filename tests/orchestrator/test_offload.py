@@ -195,6 +195,6 @@ def test_what_cannot_fit_is_said_before_the_run_starts(tmp_path: Path) -> None:
 def test_the_plan_is_announced(tmp_path: Path) -> None:
     said = io.StringIO()
     changes = RL | {"offload": {"optimizer": "disk"}, "steps": 1, "evaluation": None}
-    run(tiny_run(tmp_path, **changes), out=tmp_path / "out", view=PlainView(said))
+    run(tiny_run(tmp_path, **changes, monitor={"report": True}), out=tmp_path / "out", view=PlainView(said))
     assert "offload: optimizer on disk in rollout and inference; GB by phase: rollout" in said.getvalue()
     assert "Memory" in (tmp_path / "out/report.html").read_text()

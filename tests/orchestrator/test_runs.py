@@ -103,6 +103,7 @@ def test_inference_goes_on_while_rewards_are_awaited_and_the_report_shows_it(tmp
         rewards=[{"name": "python", "function": str(tmp_path / "mine.py") + ":mine", "processes": 1}],
         rollout={"group_size": 2},
         evaluation=None,
+        monitor={"report": True},
     )
     [line] = [json.loads(line) for line in (tmp_path / "out/timeline.jsonl").read_text().splitlines()]
     assert (line["step"], line["stage"]) == (1, "train")
@@ -184,7 +185,7 @@ def test_a_stage_stops_early_and_the_next_one_begins(tmp_path: Path) -> None:
 def test_a_run_that_learns_nothing_says_so_once_and_may_stop(tmp_path: Path, stops: bool) -> None:
     out = io.StringIO()
     never = [{"name": "format", "pattern": "never written"}]
-    monitor = {"stuck_after": 2, "stop_when_stuck": stops}
+    monitor = {"stuck_after": 2, "stop_when_stuck": stops, "report": True}
     path = tiny_run(tmp_path, **RL, steps=5, rewards=never, evaluation=None, monitor=monitor)
     summary = run(path, out=tmp_path / "out", view=PlainView(out))
     assert summary["steps"] == (2 if stops else 5)
