@@ -115,7 +115,10 @@ class EvaluationSchedule(LoopCallback):
         self._monitor.evaluation({"step": step, **found.metrics})
 
     async def evaluate_alone(self, stage: Stage) -> dict[str, float]:
-        """Evaluate the current weights if that is due without a step beside it; return the metrics."""
+        """Evaluate the current weights if that is due without a step beside it; return the metrics.
+
+        After a step `StepRecorder` asks for it, as the metrics belong into the step's record.
+        """
         if not (self._is_due(stage) and _runs_alone(stage)):
             return {}
         found = await stage.evaluate()

@@ -223,7 +223,12 @@ class Stage:
         self.store.rewind(self.state.stores.get(self.store.kind), step=self.version)
 
     def _mark_boundary(self) -> None:
-        """Remember where the stage is between two steps: what a checkpoint stores even if the next step has begun."""
+        """Remember where the stage is between two steps: what a checkpoint stores even if the next step has begun.
+
+        Rollouts of the next step change sampler, queue, buffer, pipeline and demonstrations, so these are copied here.
+        Only an update changes weights and optimizer; `trainer_state` reads them when a checkpoint is written, which
+        `updating` forbids after an update that failed. `snapshot` adds the rewards of finished rollouts.
+        """
         self.state.experts = None if self.offline_data is None else self.offline_data.pool.state_dict()
         self.state.pipeline = self.pipeline.state_dict()
         if self.drafts is not None:

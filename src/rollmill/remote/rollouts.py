@@ -294,7 +294,7 @@ class RemoteExplorer:
         request = RolloutRequest(task, sampling, n, seed, group, version, stage=self._stage, part=part, begun=[*begun])
         return PartialRollout(await self._roll_out(request))
 
-    async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
+    async def score_part(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
         """No-op: rewards have arrived with the tokens."""
 
     async def _roll_out(self, request: RolloutRequest) -> list[Experience]:

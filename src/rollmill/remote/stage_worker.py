@@ -218,7 +218,7 @@ class StageWorker:
         try:
             part = await explorer.part(task, sampling, **group, begun=request.begun)
             if not any(each.stop_reason is StopReason.ABORTED for each in part.experiences):
-                await explorer.judge(task, sampling, part)
+                await explorer.score_part(task, sampling, part)
             return part.experiences
         finally:
             self._parts.discard(request.part)
