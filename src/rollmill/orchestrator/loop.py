@@ -12,11 +12,12 @@ remote/).
 
 Ctrl-C (interrupt.py turns the signal into Interrupted, Orchestrator._stage stores the checkpoint):
 
-    it comes                  the loop                                          the checkpoint
-    before the update         cancels the step                                  of the step before
-    in the update             finishes it, counts the step, runs `after_step`   of this step
-    in `after_step`           runs it to its end, an evaluation, too            of this step
-    again, at any time        ends at once                                      none
+    it comes                    the loop                                          the checkpoint
+    before `stage.learn`        cancels the step                                  of the step before
+    in `stage.learn`            finishes it, counts the step, runs `after_step`   of this step
+    in `after_step`             runs it to its end, an evaluation, too            of this step
+    after the last step         ends the stage as usual                           of this step
+    again, at any time          ends at once                                      none
 
 An update that fails leaves no checkpoint: weights may be half made (`Stage.updating`).
 """
