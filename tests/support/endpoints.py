@@ -81,14 +81,14 @@ def scripted(engine: NativeEngine, tokenizer: Any, texts: Sequence[str | list[in
     of: dict[Any, list[int]] = {}
     sample = engine.core._runner.sample
 
-    def forced(rows: Any, logits_BV: Any, top: int = 0) -> Any:
+    def forced(rows: Any, logits_BV: Any, *others: Any) -> Any:
         for row, logits_V in zip(rows, logits_BV, strict=True):
             if row not in of and left and not row.tokens:
                 of[row] = left.pop(0)
             if row in of and len(row.tokens) < len(of[row]):
                 logits_V[:] = -30.0
                 logits_V[of[row][len(row.tokens)]] = 30.0
-        return sample(rows, logits_BV, top)
+        return sample(rows, logits_BV, *others)
 
     engine.core._runner.sample = forced  # type: ignore[method-assign]
 
