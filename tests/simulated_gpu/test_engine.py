@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -28,6 +29,17 @@ def test_tokens_are_those_that_a_cpu_draws(sampling: dict[str, Any]) -> None:
     for here, there in zip(found["cpu"], found["cuda"], strict=True):
         assert here.token_ids.tolist() == there.token_ids.tolist()
         assert there.logprobs == pytest.approx(here.logprobs, abs=1e-4)
+
+
+def test_a_model_that_waits_for_the_device_is_decoded_without_captures(caplog: pytest.LogCaptureFixture) -> None:
+    model = toy_model("qwen3").cuda()
+    expected, _ = rolled_out(model, vocabulary=130, new_tokens=30, dtype=torch.float32)
+    model.lm_head.register_forward_hook(lambda module, given, found: float(found.sum()) and None)
+    with caplog.at_level(logging.WARNING, "rollmill"):
+        found, counts = rolled_out(model, vocabulary=130, new_tokens=30, dtype=torch.float32)
+    assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in expected]
+    assert (counts["decode_replays"], counts["decode_captures"]) == (0, 1)  # tried once
+    assert "cannot be captured" in caplog.text
 
 
 def attended_by_flash(model: Any, vocabulary: int = 130) -> int:
