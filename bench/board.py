@@ -79,7 +79,7 @@ ROWS = {
 #: What both sides are tuned over: a factor of the run file's learning rate, optimizer steps per batch, passes over it.
 GRID = {"as given": (1, 1, 1), "lr x2": (2, 1, 1), "lr x2, 2 updates": (2, 2, 1), "lr x2, 2 epochs": (2, 1, 2)}
 #: Settings of ours that TRL has no counterpart for.
-FAST = {"taskset.order": "{name: posterior}", "trainer.metrics_share": "0"}
+FAST = {"taskset.sampler": "{name: posterior}", "trainer.metrics_share": "0"}
 
 
 def main(arguments: list[str], only_json: bool) -> None:

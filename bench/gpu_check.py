@@ -80,7 +80,8 @@ def _tests() -> int:
     if not files:
         note("no test is marked gpu")
         return 1
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rs"]
+    without_plugins = "addopts=-q --strict-markers --import-mode=importlib"  # pyproject.toml names some; they may lack
+    command = [sys.executable, "-m", "pytest", "-o", without_plugins, "-m", "gpu", "-p", "no:cacheprovider", "-rs"]
     report = [f"--junitxml={FOLDER / 'tests.xml'}"]
     return subprocess.run(
         [*command, *report, *files], cwd=ROOT, env={**os.environ, "PYTHONPATH": import_path()}

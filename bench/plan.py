@@ -1,7 +1,7 @@
 """Predictions of `rollmill plan` against runs: seconds per step, tokens per second, memory peaks.
 
 Prediction and run are fresh processes, one after the other. The ratio is measured over predicted seconds; a prediction
-counts as right within a quarter. Memory is measured with `residency`, which records peaks by phase.
+counts as right within a quarter. Memory is measured with `offload`, which records peaks by phase.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from bench.harness import ROOT, Measured, Side, note, run_in_turn
 from bench.report import Case, finish
 
-PEAKS = "residency={budget_gb: 1000}"
+PEAKS = "offload={budget_gb: 1000}"
 SELDOM = ("evaluation.every=100000", "evaluation.limit=2", "evaluation.at_start=false")
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "minimal": ("examples/minimal.yaml", (*SELDOM, "steps=60", PEAKS)),

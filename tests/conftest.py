@@ -26,12 +26,10 @@ if "ROLLMILL_CACHE" not in os.environ:  # one for all workers of pytest
     atexit.register(shutil.rmtree, os.environ["ROLLMILL_CACHE"], ignore_errors=True)
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # Ray kills for what other programs take
 
-import torch
 from hypothesis import HealthCheck, settings
 from support.forks import Forks, fork_ranks_and_workers, forks, share_server
 from support.postgres import Postgres, missing
 
-torch.set_num_threads(1)
 share_server()
 # The same examples in every run, so that chance fails none. HYPOTHESIS_PROFILE=search tries many others.
 settings.register_profile(
@@ -60,11 +58,21 @@ def _parse_again(*args: Any, **options: Any) -> Any:
 ast.parse = _parse_again
 
 
+def pytest_collection() -> None:
+    """Turn the garbage collector off: it would look at all imported modules again and again, for ten seconds in all."""
+    import torch  # here, since the process that shares out tests to others collects none and needs no torch
+
+    torch.set_num_threads(1)
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Imported modules and tests stay, so that the garbage collector need not look at them each time."""
+    """Turn it on again, for what tests make: rarely, and without a look at imported modules and tests, which stay."""
     fork_ranks_and_workers()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Worker: repairs the quickstart's checkpoint on sums of mixed difficulty, with one order of tasks."""
+"""Worker: repairs the quickstart's checkpoint on sums of mixed difficulty, with one sampler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
     from rollmill.orchestrator.loop import train_step
 
     train = TasksetConfig(
-        function="bench.sums:rows", options={"size": args.tasks, "seed": args.seed, "shares": TRAINED}, order=args.order
+        function="bench.sums:rows",
+        options={"size": args.tasks, "seed": args.seed, "shares": TRAINED},
+        sampler=args.sampler,
     )
     held_out = TasksetConfig(
         function="bench.sums:rows",
@@ -51,7 +53,7 @@ def _uniform(experiences: list[Any]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--order", type=json.loads, required=True)
+    parser.add_argument("--sampler", type=json.loads, required=True)
     parser.add_argument("--tasks", type=int, required=True)
     parser.add_argument("--held-out", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)

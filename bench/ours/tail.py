@@ -104,7 +104,7 @@ def tail_stage(args: argparse.Namespace) -> Any:
         {
             "steps": args.steps,
             "max_staleness": args.max_staleness,
-            "taskset": {"function": "bench.ours.tail:rows", "options": options, "order": "sequential"},
+            "taskset": {"function": "bench.ours.tail:rows", "options": options, "sampler": "sequential"},
             "rewards": [{"name": "format", "pattern": ".*[0-4]"}],
             "trainer": {"lr": 1e-5, "precision": "fp32"},
             "rollout": {

@@ -1,4 +1,4 @@
-"""Test of `bench architectures` for models that see.
+"""Test of `bench architectures` for vision-language models.
 
 Families that are trained are tested as tiny checkpoints, by the check that a run makes at load, with pictures of
 different sizes. Other types are only refused, for the reason that a run gives.

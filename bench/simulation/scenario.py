@@ -156,7 +156,7 @@ def _draw_config(draw: random.Random, placement: str, cluster: int) -> StageConf
         config["buffer"]["replay"] = {"groups": draw.randint(1, 2), "order": draw.choice(("fifo", "uniform"))}
     if draw.random() < 0.1:
         config["buffer"]["max_age"] = draw.randint(0, 2)
-    taskset = {"path": "tasks.jsonl", "order": draw.choice(("shuffled", "sequential"))}
+    taskset = {"path": "tasks.jsonl", "sampler": draw.choice(("shuffled", "sequential"))}
     return StageConfig.model_validate({"taskset": taskset, "rollout": rollout, **config})
 
 

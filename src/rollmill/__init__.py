@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rollmill.apps.serve.functions import serve as serve
     from rollmill.data.operators.pipeline import task_operator as task_operator
     from rollmill.data.samplers.custom import order as order
+    from rollmill.data.samplers.custom import sampler as sampler
     from rollmill.launch import run as run
     from rollmill.orchestrator.run_control import Callback as Callback
     from rollmill.orchestrator.run_control import RunControl as RunControl
@@ -53,6 +54,7 @@ _HOMES = {
     "loss": "rollmill.registry",
     "operator": "rollmill.pipelines.pipeline",
     "order": "rollmill.data.samplers.custom",
+    "sampler": "rollmill.data.samplers.custom",
     "reward": "rollmill.registry",
     "evaluate": "rollmill.api.evaluation",
     "grade": "rollmill.api.functions",
@@ -84,6 +86,7 @@ __all__ = [
     "resume",
     "reward",
     "run",
+    "sampler",
     "serve",
     "task_operator",
     "tool",

@@ -270,7 +270,8 @@ def _require_start(loaded: LoadedRun, source: Path, serving: Serving | None) -> 
     """Raise ConfigError for a run that has to be served (`source`: by this command), or lacks a tracker's library."""
     if serving is None and any(isinstance(stage.workflow, LiveRequestsWorkflow) for stage in loaded.stages):
         raise ConfigError(
-            f"{loaded.path}: workflow `traffic` waits for an application: start it by `rollmill serve {source} --train`"
+            f"{loaded.path}: workflow `live_requests` waits for an application: start it by `rollmill serve {source} "
+            "--train`"
         )
     require_extras(loaded, "monitor")
 

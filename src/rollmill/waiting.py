@@ -159,13 +159,13 @@ async def patient_timeout(seconds: float | None) -> AsyncIterator[asyncio.Timeou
 
     def check() -> None:
         assert seconds is not None
-        if (left := began + seconds + OUTAGES.seconds() - away - loop.time()) > 0:
+        if (left := began + seconds + OUTAGES.seconds() - earlier - loop.time()) > 0:
             timers[:] = [loop.call_later(max(left, _LOOK_S), check)]
         else:
             limit.reschedule(loop.time())
 
     async with limit:
-        began, away = loop.time(), OUTAGES.seconds()
+        began, earlier = loop.time(), OUTAGES.seconds()
         if seconds is not None:
             timers.append(loop.call_later(seconds, check))
         try:

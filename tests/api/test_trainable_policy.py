@@ -84,7 +84,7 @@ def test_the_pages_grpo_is_the_built_in_one(tmp_path: Path, monkeypatch: pytest.
         "steps": 5,
         "device": "cpu",
         "model": {"path": str(model)},
-        "taskset": {"path": "examples/sums.jsonl", "order": "sequential"},
+        "taskset": {"path": "examples/sums.jsonl", "sampler": "sequential"},
         "rewards": [{"name": "python", "function": "reward.py:closeness"}],
         "rollout": {"batch": 4, "group_size": 8, "max_new_tokens": 1},
         "algorithm": {"name": "grpo"},

@@ -48,6 +48,7 @@ def test_rollouts_in_8_bits_against_bf16(tmp_path: Path) -> None:
     assert 0 < gaps[0] < gaps[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_shares_of_the_roof(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "roof", "--models", "tiny")
@@ -83,6 +84,7 @@ def test_step_against_trl(tmp_path: Path) -> None:
     assert list(case["peer_settings"]) == ["trl fp32 static cache", "trl bf16"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_each_side_of_before_has_the_sources_of_its_checkout(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier"
@@ -149,8 +151,8 @@ def test_bookings_of_a_toy_in_place_of_the_pretrained_model(tmp_path: Path) -> N
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_curriculum_against_the_uniform_order(tmp_path: Path) -> None:
-    options = ("--seeds", "0", "--orders", "posterior", "--tasks", "60", "--held-out", "30", "--target", "0")
+def test_curriculum_against_the_uniform_sampler(tmp_path: Path) -> None:
+    options = ("--seeds", "0", "--samplers", "posterior", "--tasks", "60", "--held-out", "30", "--target", "0")
     line = bench(str(tmp_path), "curriculum", *options, "--svg", str(tmp_path / "curves.svg"))
     assert (line["peer_name"], line["unit"], line["ratio"]) == ("shuffled", "completions", 1.0)
     assert (tmp_path / "curves.svg").read_text().count("<path") > 2

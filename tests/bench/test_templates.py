@@ -304,6 +304,17 @@ def test_the_page_is_that_of_the_last_result() -> None:
 
 
 @pytest.mark.slow
+def test_no_family_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One template of each."""
+    names = list({family(each.name): each.name for each in templates()}.values())
+    code = main(["--only", *names, "--folder", str(tmp_path)], only_json=True)
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (code, line["wrong"]) == (0, 0)
+    assert 4 * line["right"] >= 3 * len(names)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_template_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if absent():

@@ -286,11 +286,11 @@ def test_redone_feedback_is_found_by_who_went_past_it(url: str) -> None:
     kept = [group(name, kind=ExperienceKind.RATED, writer=FEEDBACK) for name in ("a", "b")]
     store.put([group("made", kind=ExperienceKind.RATED, writer=PIPELINE), *kept])
     store.remove(["a", "made"], by="Ann")
-    shelves = StoreReader("it", lambda: store)
-    assert ids(list(shelves.new(ExperienceKind.RATED))) == ["b"]
+    reader = StoreReader("it", lambda: store)
+    assert ids(list(reader.new(ExperienceKind.RATED))) == ["b"]
     mark = store.mark()
     store.restore(["a", "made", "b"])
-    assert same_groups(list(shelves.new(ExperienceKind.RATED)), kept[:1])
+    assert same_groups(list(reader.new(ExperienceKind.RATED)), kept[:1])
     assert store.put([group("c")]) == 1
     store.rewind(mark, step=0)
     assert [each.id for _, each in store.read(ExperienceKind.RATED)] == ["made", "b", "a"], (

@@ -1,4 +1,4 @@
-"""What a pipeline left of a group, on its shelves."""
+"""What a pipeline left of a group, by kind."""
 
 from __future__ import annotations
 

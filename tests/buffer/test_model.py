@@ -58,7 +58,7 @@ class Machine(RuleBasedStateMachine):
         self.step, self.taken, self.made = 0, False, 0
         self.checkpoint: tuple[int, list[Any]] | None = None
         self.fed = False  # since the checkpoint: what a fresh store in memory cannot know
-        self.shelves: dict[str, ExperienceKind] = {}
+        self.kinds: dict[str, ExperienceKind] = {}
         self.handed: dict[int, list[Group]] = {}
 
     def _places(self) -> list[Any]:
@@ -87,15 +87,15 @@ class Machine(RuleBasedStateMachine):
     )
     def put(self, kinds: list[tuple[str, ExperienceKind]], ages: list[int], priority: float, again: bool) -> None:
         made = []
-        for (writer, shelf), age in zip(kinds, ages, strict=False):
+        for (writer, kind), age in zip(kinds, ages, strict=False):
             self.made += 1
             version = max(0, self.step - age)
-            made.append(group(f"g{self.made}", version=version, kind=shelf, writer=writer, priority=priority))
-            self.shelves[f"g{self.made}"] = shelf
+            made.append(group(f"g{self.made}", version=version, kind=kind, writer=writer, priority=priority))
+            self.kinds[f"g{self.made}"] = kind
             self.fed |= writer in (FEEDBACK, IMPORTED)
         if again:
             known = f"g{max(1, self.made - 5)}"
-            made.append(group(known, kind=self.shelves[known]))
+            made.append(group(known, kind=self.kinds[known]))
         self.agree([store.put(made) for store in self.stores])
 
     @precondition(lambda self: not self.taken)

@@ -66,9 +66,9 @@ def pool(
             lambda task, place: [experience(task.id)],
             rows,
         )
-    shelves = [StoreReader(f"store {n}", lambda store=store: store) for n, store in enumerate(stores)]
+    readers = [StoreReader(f"store {n}", lambda store=store: store) for n, store in enumerate(stores)]
     options: Any = {"pairs": pairs, "labels": labels, "rated_at_least": rated_at_least, "seed": seed}
-    return DemonstrationPool(own, shelves, **options, tokenizer="abc", context=8)
+    return DemonstrationPool(own, readers, **options, tokenizer="abc", context=8)
 
 
 def ids(experiences: list[Experience]) -> list[str]:
@@ -84,53 +84,53 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ExperienceStore:
 
 def test_each_once_per_epoch_and_new_ones_first(store: ExperienceStore) -> None:
     store.put([expert(f"old-{n}") for n in range(4)])
-    experts = pool(store)
-    first = ids(experts.draw(4))
+    demonstrations = pool(store)
+    first = ids(demonstrations.draw(4))
     assert sorted(first) == [f"old-{n}" for n in range(4)]
-    second = ids(experts.draw(2))
+    second = ids(demonstrations.draw(2))
     store.put([expert("new")])
-    assert "new" in ids(experts.draw(3))
+    assert "new" in ids(demonstrations.draw(3))
     assert len(set(second)) == 2
-    again = Counter(ids(experts.draw(50)))
+    again = Counter(ids(demonstrations.draw(50)))
     assert set(again) == {*first, "new"}
     assert max(again.values()) - min(again.values()) <= 1
 
 
 def test_a_batch_is_full_however_few_there_are(store: ExperienceStore) -> None:
     store.put([expert("only")])
-    experts = pool(store)
-    assert [ids(experts.draw(count)) for count in (2, 3, 1)] == [["only"] * count for count in (2, 3, 1)]
+    demonstrations = pool(store)
+    assert [ids(demonstrations.draw(count)) for count in (2, 3, 1)] == [["only"] * count for count in (2, 3, 1)]
 
 
 def test_undone_feedback_is_not_handed_out_and_redone_feedback_is(store: ExperienceStore) -> None:
     store.put([expert("a"), expert("b")])
-    experts = pool(store)
-    experts.draw(2)
+    demonstrations = pool(store)
+    demonstrations.draw(2)
     store.remove(["a"], by="ann")
-    assert set(ids(experts.draw(6))) == {"b"}
+    assert set(ids(demonstrations.draw(6))) == {"b"}
     store.remove(["b"], by="ann")
-    assert experts.draw(3) == []
+    assert demonstrations.draw(3) == []
     store.restore(["a"])
-    assert set(ids(experts.draw(2))) == {"a"}
+    assert set(ids(demonstrations.draw(2))) == {"a"}
 
 
 def test_what_was_undone_before_anybody_looked_counts_once_it_is_redone(store: ExperienceStore) -> None:
     store.put([rated("first", "g/0", 1.0, at=1.0), rated("second", "g/0", 0.0, at=2.0)])
     store.remove(["first"], by="ann")  # a rating takes the place of the one before
-    experts, ratings = pool(store), RatingOverrides([StoreReader("run", lambda: store)])
+    demonstrations, ratings = pool(store), RatingOverrides([StoreReader("run", lambda: store)])
     completion = experience("g/0", ExperienceSource.ROLLOUT, 0.5)
-    assert experts.draw(1) == []
+    assert demonstrations.draw(1) == []
     assert ratings.apply_ratings([completion])[0].reward == 0.0
     store.remove(["second"], by="ann")
     store.restore(["first"])
-    assert ids(experts.draw(1)) == ["first/0"]
+    assert ids(demonstrations.draw(1)) == ["first/0"]
     assert ratings.apply_ratings([completion])[0].reward == 1.0
 
 
-def test_shelves_come_before_the_taskset_and_again_in_its_next_epoch(store: ExperienceStore) -> None:
+def test_stores_come_before_the_taskset_and_again_in_its_next_epoch(store: ExperienceStore) -> None:
     store.put([expert("mine")])
-    experts = pool(store, tasks=3)
-    flat = [name for _ in range(4) for name in ids(experts.draw(2))]
+    demonstrations = pool(store, tasks=3)
+    flat = [name for _ in range(4) for name in ids(demonstrations.draw(2))]
     assert flat[0] == "mine"
     assert sorted(flat[1:4]) == ["task-0", "task-1", "task-2"]
     assert Counter(flat[4:])["mine"] == 1
@@ -201,12 +201,14 @@ def test_what_the_model_cannot_hold_is_left_out(store: ExperienceStore, caplog: 
 
 def test_a_store_that_does_not_exist_yet_is_found_when_it_does(store: ExperienceStore) -> None:
     there: list[ExperienceStore] = []
-    shelves = StoreReader("later", lambda: there[0] if there else None)
-    experts = DemonstrationPool(None, [shelves], pairs=False, rated_at_least=1.0, tokenizer="abc", context=8, seed=0)
-    assert experts.draw(2) == []
+    reader = StoreReader("later", lambda: there[0] if there else None)
+    demonstrations = DemonstrationPool(
+        None, [reader], pairs=False, rated_at_least=1.0, tokenizer="abc", context=8, seed=0
+    )
+    assert demonstrations.draw(2) == []
     store.put([expert("late")])
     there.append(store)
-    assert ids(experts.draw(1)) == ["late"]
+    assert ids(demonstrations.draw(1)) == ["late"]
 
 
 @given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=12), cut=st.integers(0, 12), tasks=st.integers(0, 4))
@@ -242,8 +244,8 @@ def test_an_order_that_goes_by_steps_is_told_them() -> None:
     order = CurriculumSampler(by="difficulty", warmup=2, bound=0.7)
     sampler = build_sampler(Taskset("s", rows, []), order, 0, batch=4, observed=False)
     tasks = TasksetDemonstrations(sampler, lambda task, place: [experience(task.id)], rows)
-    experts = DemonstrationPool(tasks, [], pairs=False, rated_at_least=None, tokenizer="abc", context=8, seed=0)
-    drawn = [ids(experts.draw(3, step=step)) for step in range(4)]
+    demonstrations = DemonstrationPool(tasks, [], pairs=False, rated_at_least=None, tokenizer="abc", context=8, seed=0)
+    drawn = [ids(demonstrations.draw(3, step=step)) for step in range(4)]
     assert sorted(drawn[0] + drawn[1]) == [f"task-{n}" for n in range(6)]
     assert {*drawn[2], *drawn[3]} == {"task-4", "task-5"}
 
@@ -251,20 +253,20 @@ def test_an_order_that_goes_by_steps_is_told_them() -> None:
 @pytest.mark.parametrize("tasks", [0, 7])
 def test_a_step_that_spans_the_end_of_an_epoch_repeats_none(store: ExperienceStore, tasks: int) -> None:
     for seed in range(5):
-        experts = pool(store, tasks=tasks, seed=seed)
+        demonstrations = pool(store, tasks=tasks, seed=seed)
         store.put([] if tasks else [expert(f"e{n}") for n in range(7)])
         counts: Counter[str] = Counter()
         for step in range(14):  # the pool begins again in the midst of a step
-            drawn = ids(experts.draw(4))
+            drawn = ids(demonstrations.draw(4))
             assert len(set(drawn)) == 4
             counts.update(drawn)
             if step % 3 == 0:  # and goes on from its state
-                state, experts = experts.state_dict(), pool(store, tasks=tasks, seed=seed)
-                experts.load_state_dict(json.loads(json.dumps(state)))
+                state, demonstrations = demonstrations.state_dict(), pool(store, tasks=tasks, seed=seed)
+                demonstrations.load_state_dict(json.loads(json.dumps(state)))
         assert len(counts) == 7
         assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_fewer_tasks_than_a_step_needs_are_repeated() -> None:
-    experts = pool(MemoryStore(), tasks=3)
-    assert Counter(ids(experts.draw(9))) == {f"task-{n}": 3 for n in range(3)}
+    demonstrations = pool(MemoryStore(), tasks=3)
+    assert Counter(ids(demonstrations.draw(9))) == {f"task-{n}": 3 for n in range(3)}

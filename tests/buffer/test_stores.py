@@ -56,7 +56,7 @@ def test_a_known_id_is_left_as_it_is(store: ExperienceStore) -> None:
     assert store.waiting() == 0
 
 
-def test_a_group_on_a_second_shelf_is_refused(store: ExperienceStore) -> None:
+def test_a_group_of_a_second_kind_is_refused(store: ExperienceStore) -> None:
     store.put([group("g0", kind=ExperienceKind.PARTIAL)])
     with pytest.raises(
         StoreError, match="group g0 is already stored as kind partial; give the group of kind usual another id"

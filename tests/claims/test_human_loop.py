@@ -62,7 +62,9 @@ def test_the_next_runs_learn_from_exactly_what_was_said(tmp_path: Path, store: s
         act(site.address, group)
 
     start = {"path": str(first / "checkpoints/step-000002"), "new": None}
-    mix = finished(tmp_path, "mix", model=start, steps=2, algorithm={"name": "mix"}, experts={"sources": [str(first)]})
+    mix = finished(
+        tmp_path, "mix", model=start, steps=2, algorithm={"name": "mix"}, offline_data={"sources": [str(first)]}
+    )
     for step in (1, 2):
         learned = load_experiences(mix, step=step)
         found = tokens(learned, ExperienceSource.EXPERT)
@@ -73,7 +75,7 @@ def test_the_next_runs_learn_from_exactly_what_was_said(tmp_path: Path, store: s
         assert list(edited[: len(prompt)]) == prompt
 
     dpo = {"model": start, "algorithm": {"name": "dpo", "batch": 2}, "taskset": None, "rollout": None, "rewards": None}
-    pairs = finished(tmp_path, "pairs", steps=2, experts={"sources": [str(first)]}, **dpo)
+    pairs = finished(tmp_path, "pairs", steps=2, offline_data={"sources": [str(first)]}, **dpo)
     for step in (1, 2):
         learned = load_experiences(pairs, step=step)
         assert [(e.reward, e.token_ids.tolist()) for e in learned] == [
@@ -85,7 +87,7 @@ def test_the_next_runs_learn_from_exactly_what_was_said(tmp_path: Path, store: s
 
 def test_a_running_run_takes_up_what_is_said_meanwhile(tmp_path: Path) -> None:
     """Feedback on a run is imitated by its own next steps: here after it was resumed."""
-    mixed = {"algorithm": {"name": "mix"}, "experts": {"sources": ["taskset", "run"]}, "checkpoint": {"every": 1}}
+    mixed = {"algorithm": {"name": "mix"}, "offline_data": {"sources": ["taskset", "run"]}, "checkpoint": {"every": 1}}
     out = finished(tmp_path, "out", steps=2, **mixed)
     group = [e for e in load_experiences(out, step=2) if e.source is ExperienceSource.ROLLOUT][:4]
     with served(out) as site:

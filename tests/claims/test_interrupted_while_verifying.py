@@ -47,7 +47,7 @@ MADE = {"name": "demonstrations", "part": "format", "threshold": 0.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "one_step_off": {"max_staleness": 1},
-    "asynchronous": {"max_staleness": 3, "taskset": {"order": "prioritised"}, "buffer": {"replay": REPLAY}},
+    "asynchronous": {"max_staleness": 3, "taskset": {"sampler": "prioritised"}, "buffer": {"replay": REPLAY}},
     "memory": {"max_staleness": 3, "buffer": {"store": "memory", "replay": REPLAY}},
     "mix": {"max_staleness": 1, "algorithm": {"name": "mix"}, "buffer": {"replay": REPLAY}},
     "mix_memory": {"max_staleness": 1, "algorithm": {"name": "mix"}, "buffer": {"store": "memory"}},

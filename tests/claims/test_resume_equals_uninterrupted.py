@@ -14,7 +14,11 @@ from support.postgres import Postgres
 from support.tiny import GRPO, SFT, outcome, tiny_run
 
 REPLAY = {"groups": 2, "order": "priority", "priority": "advantage", "max_uses": 3, "decay": 0.8}
-REFILLED = {"pipeline": [{"name": "group_variance"}], "buffer": {"replay": REPLAY}, "taskset": {"order": "prioritised"}}
+REFILLED = {
+    "pipeline": [{"name": "group_variance"}],
+    "buffer": {"replay": REPLAY},
+    "taskset": {"sampler": "prioritised"},
+}
 MADE = [{"name": "group_variance"}, {"name": "demonstrations", "part": "format", "per_task": 1}, {"name": "duplicates"}]
 MIX = {"algorithm": {"name": "mix"}, "trainer": {"lr": 1e-3}, "steps": 6}
 GAME = """
@@ -32,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "asynchronous": {"stages": [SFT, GRPO | {"max_staleness": 3}]},
     "mix": {"stages": [SFT, GRPO | {"algorithm": {"name": "mix", "kl": 0.01}}]},
     "refilled": {"stages": [SFT, GRPO | {"max_staleness": 1} | REFILLED]},
-    "experts": {
+    "offline_data": {
         "stages": [SFT, MIX | {"name": "mix", "max_staleness": 3, "pipeline": MADE} | {"buffer": {"replay": REPLAY}}]
     },
     "memory": {
@@ -43,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "stages": [
             SFT,
             GRPO | {"steps": 5, "pipeline": MADE, "max_staleness": 1},
-            MIX | {"name": "mix", "experts": {"sources": ["run"]}, "buffer": {"store": "memory"}},
+            MIX | {"name": "mix", "offline_data": {"sources": ["run"]}, "buffer": {"store": "memory"}},
             GRPO | {"name": "again", "steps": 4, "buffer": {"replay": REPLAY}},
         ],
     },

@@ -72,7 +72,7 @@ def test_ls_lists_the_newest_first(run: Path, capsys: pytest.CaptureFixture[str]
     assert [row["state"] for row in rows] == ["removed", "kept", "waiting", "taken", "taken", "taken"]
     assert (rows[2]["reward"], rows[3]["reward"], rows[3]["step"], rows[3]["version"]) == (0.25, 0.5, 3, 1)
     lines = call(capsys, "ls", run, "--limit", 2).splitlines()
-    assert lines[0].split()[:4] == ["number", "id", "shelf", "state"]
+    assert lines[0].split()[:4] == ["number", "id", "kind", "state"]
     assert lines[1].split()[:4] == ["6", "oops", "preference", "removed"]
     assert len(lines) == 3
 
@@ -80,10 +80,10 @@ def test_ls_lists_the_newest_first(run: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--shelf", "expert"], ["edit"]),
+        (["--kind", "expert"], ["edit"]),
         (["--author", "Ann"], ["edit"]),
         (["--task", "task of g1/0"], ["g1"]),
-        (["--reward-at-least", "0.5", "--shelf", "usual"], ["g2", "g1", "g0"]),
+        (["--reward-at-least", "0.5", "--kind", "usual"], ["g2", "g1", "g0"]),
         (["--reward-at-most", "0.3"], ["g3"]),
         (["--author", "nobody"], []),
     ],
@@ -130,6 +130,7 @@ def test_show_names_who_made_and_removed_feedback(run: Path, capsys: pytest.Capt
 def test_stats_count(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(call(capsys, "stats", run, "--json"))
     assert (found["groups"], found["experiences"], found["uses"], found["not_judged"]) == (6, 11, 3, 1)
+    assert found["by_kind"] == {"expert": 1, "preference": 1, "usual": 4}
     assert found["by_state"]["usual: taken"] == 3
     assert found["by_version"] == {"0": 3, "1": 2, "2": 1}
     assert found["rewards"] == [
@@ -153,11 +154,11 @@ def test_export_and_import(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert call(capsys, "import", other, file) == "5 groups added, 0 were there already\n"
     assert json.loads(call(capsys, "import", other, file, "--json")) == {"groups": 5, "new": 0}
     store, back = open_run_store(run), open_run_store(other)
-    mine = [each for shelf in ExperienceKind for _, each in store.read(shelf)]
-    theirs = [each for shelf in ExperienceKind for _, each in back.read(shelf)]
+    mine = [each for kind in ExperienceKind for _, each in store.read(kind)]
+    theirs = [each for kind in ExperienceKind for _, each in back.read(kind)]
     assert [each.id for each in theirs] == [f"feedc0de-{each.id}" for each in mine]
     assert back.waiting() == 4
-    call(capsys, "export", run, "--to", file, "--shelf", "expert")
+    call(capsys, "export", run, "--to", file, "--kind", "expert")
     assert same_groups(list(next(iter(store.read(ExperienceKind.EXPERT)))[1:]), mine[4:])
 
 
@@ -255,7 +256,7 @@ def test_gc_keeps_what_replay_chooses_from(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ls", "{run}", "--shelf", "best"], "--shelf is usual, expert, preference, rated, partial, not 'best'"),
+        (["ls", "{run}", "--kind", "best"], "--kind is usual, expert, preference, rated, partial, not 'best'"),
         (["show", "{run}", "g99"], "has no group g99; `rollmill buffer ls RUN` lists them"),
         (["ls", "nowhere"], "nowhere holds no run (no config.yaml)"),
     ],

@@ -165,7 +165,7 @@ rewards:
   - {{name: format, pattern: "^<a>", gate: {{at_least: 1, otherwise: -1}}, weight: 0}}
   - {{name: exact, after: "<a>"}}
   - {{name: python, function: "{code}:shortest"}}
-judging: {{clip: [-1, 1.5]}}
+reward_settings: {{clip: [-1, 1.5]}}
 """
 
 

@@ -17,7 +17,7 @@ rewards: [{name: math}]
 SFT = "algorithm: {name: sft}\n"
 EVALUATION = "evaluation: {taskset: {path: tasks.jsonl}}\n"
 NO_REWARDS = GOOD.replace("rewards: [{name: math}]\n", "")
-TRAFFIC = "model: {path: .}\nworkflow: traffic\nmax_staleness: 2\nalgorithm: {name: reinforce}\n"
+LIVE_REQUESTS = "model: {path: .}\nworkflow: live_requests\nmax_staleness: 2\nalgorithm: {name: reinforce}\n"
 STAGES = "stages:\n  - {name: a, algorithm: {name: sft}}\n  - {name: b, steps: 3}\n"
 
 CASES = {
@@ -57,12 +57,12 @@ CASES = {
         "run.yaml:4: rollout.oversample: with token_budget unfinished completions go on in the next step",
     ),
     "a budget of an application": (
-        TRAFFIC + "rollout: {token_budget: 9}",
-        "rollout.token_budget: not honoured by workflow `traffic`, whose rollouts an application makes; remove it",
+        LIVE_REQUESTS + "rollout: {token_budget: 9}",
+        "rollout.token_budget: not honoured by workflow `live_requests`, whose rollouts an application makes",
     ),
     "over-sampling of an application": (
-        TRAFFIC + "rollout: {oversample: 0.5}",
-        "rollout.oversample: not honoured by workflow `traffic`",
+        LIVE_REQUESTS + "rollout: {oversample: 0.5}",
+        "rollout.oversample: not honoured by workflow `live_requests`",
     ),
     "over-sampling and greedy baselines": (
         GOOD + "rollout: {oversample: 0.5}\nalgorithm: {name: remax}",

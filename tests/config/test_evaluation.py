@@ -67,8 +67,8 @@ def test_what_check_prints_loads_again(tmp_path: Path) -> None:
             "sets.a.sampling.temperature: evaluation.",
         ),
         (
-            {"sets": {"a": {"taskset": HELD_OUT | {"order": "sequential"}}}},
-            "sets.a.taskset.order: not honoured",
+            {"sets": {"a": {"taskset": HELD_OUT | {"sampler": "sequential"}}}},
+            "sets.a.taskset.sampler: not honoured",
         ),
         (
             {"sets": {"a": {"taskset": HELD_OUT, "samples": 0, "sampling": {"top_p": 0.9}}}},

@@ -13,7 +13,7 @@ from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError
 
 RL: dict[str, Any] = {"stages": None, "steps": 2, "algorithm": {"name": "grpo"}}
-TRAFFIC = {"workflow": "traffic", "taskset": None, "evaluation": None, "rewards": None}
+LIVE_REQUESTS = {"workflow": "live_requests", "taskset": None, "evaluation": None, "rewards": None}
 
 
 @pytest.mark.parametrize("mode", ["train", "explore"])
@@ -22,7 +22,7 @@ TRAFFIC = {"workflow": "traffic", "taskset": None, "evaluation": None, "rewards"
     [
         ({"placement": "ray"}, "placement: with mode `MODE` every explorer is a process that you start"),
         ({"rollout": {"reuse": {}}}, "rollout.reuse: drafts belong to checkpoints"),
-        (TRAFFIC, "workflow: an application's sessions come to the process that trains"),
+        (LIVE_REQUESTS, "workflow: an application's sessions come to the process that trains"),
         (
             {"algorithm": {"name": "sft"}, "evaluation": None, "rewards": None, "rollout": None},
             "have nothing to do",
@@ -71,7 +71,10 @@ def test_a_frozen_policy_is_refused(tmp_path: Path) -> None:
         ({"mode": "bench", "evaluation": None}, "mode: mode `bench` needs an `evaluation`"),
         ({"mode": "both", "trainer_away_s": 3}, "trainer_away_s: not honoured by mode `both`"),
         ({"mode": "both", "explorer_silent_s": 3}, "explorer_silent_s: not honoured by mode `both`"),
-        ({"mode": "serve", **TRAFFIC, "stages": [{"name": "one"}, {"name": "two"}]}, "trains on traffic in one stage"),
+        (
+            {"mode": "serve", **LIVE_REQUESTS, "stages": [{"name": "one"}, {"name": "two"}]},
+            "trains on live requests in one stage",
+        ),
         ({"mode": "learn"}, "mode"),
     ],
 )
@@ -107,7 +110,7 @@ def test_one_file_serves_all_modes(tmp_path: Path, mode: str) -> None:
     assert (loaded.config.mode, loaded.stages[0].sync_interval) == (mode, 2)
 
 
-def test_traffic_decodes_with_the_newest_weights(tmp_path: Path) -> None:
-    path = tiny_run(tmp_path, **RL | TRAFFIC | SPLIT, model={"path": "somewhere", "new": None}, mode="serve")
+def test_live_requests_decode_with_the_newest_weights(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path, **RL | LIVE_REQUESTS | SPLIT, model={"path": "somewhere", "new": None}, mode="serve")
     with pytest.raises(ConfigError, match="sync_interval: the native engine in the trainer's process decodes"):
         load_run(path, require_files=False)

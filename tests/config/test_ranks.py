@@ -27,8 +27,8 @@ def load(folder: Path, **changes: Any) -> Any:
         ({"trainer": {"rank_deadline_s": 9}}, r"trainer.rank_deadline_s: not honoured with one rank"),
         ({"trainer": {"ranks": 0}}, r"trainer.ranks: "),
         (
-            {"trainer": FSDP, "residency": "auto"},
-            r"residency: not honoured with trainer.sharding `(fsdp|tensor|expert)`: shards",
+            {"trainer": FSDP, "offload": "auto"},
+            r"offload: not honoured with trainer.sharding `(fsdp|tensor|expert)`: shards",
         ),
         ({"trainer": FSDP, "model": LORA}, r"trainer.sharding: adapters \(model.lora\) cannot be sharded yet"),
         (
@@ -50,9 +50,9 @@ def test_what_does_not_work_is_refused(tmp_path: Path, changes: dict[str, Any], 
 
 
 def test_ranks_that_share_rows_have_all_weights(tmp_path: Path) -> None:
-    """So adapters, `residency` and a critic's head work with them; pairs of a reward model do not yet."""
+    """So adapters, `offload` and a critic's head work with them; pairs of a reward model do not yet."""
     shared = {"ranks": 2, "sharding": "context"}
-    load(tmp_path, trainer=shared, model=LORA, residency="auto")
+    load(tmp_path, trainer=shared, model=LORA, offload="auto")
     load(tmp_path, trainer=shared, algorithm={"name": "ppo", "critic": {"network": "policy"}})
     with pytest.raises(
         ConfigError, match=r"trainer.sharding: algorithm `reward_model` cannot share the tokens of a row"

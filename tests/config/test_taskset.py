@@ -29,26 +29,26 @@ def loaded(taskset: dict[str, Any], *overrides: str, **keys: Any) -> LoadedRun:
     return load_run(Path("run.yaml"), overrides, require_files=False)
 
 
-def order(*arguments: Any, **keys: Any) -> Any:
-    return loaded(*arguments, **keys).stages[0].taskset.order
+def sampler(*arguments: Any, **keys: Any) -> Any:
+    return loaded(*arguments, **keys).stages[0].taskset.sampler
 
 
 def test_an_order_is_a_name_or_a_section(folder: Path) -> None:
-    assert order({}) == order({"order": "shuffled"}) == ShuffledSampler()
-    assert order({"order": "prioritised"}) == PrioritisedSampler()
-    assert order({"order": {"name": "prioritised", "floor": 0.3}}) == PrioritisedSampler(floor=0.3)
-    assert order({"order": {"skip_uniform": 2}}) == ShuffledSampler(skip_uniform=2)
-    assert order({"order": "curriculum"}, "taskset.order.warmup=3") == CurriculumSampler(warmup=3)
+    assert sampler({}) == sampler({"sampler": "shuffled"}) == ShuffledSampler()
+    assert sampler({"sampler": "prioritised"}) == PrioritisedSampler()
+    assert sampler({"sampler": {"name": "prioritised", "floor": 0.3}}) == PrioritisedSampler(floor=0.3)
+    assert sampler({"sampler": {"skip_uniform": 2}}) == ShuffledSampler(skip_uniform=2)
+    assert sampler({"sampler": "curriculum"}, "taskset.sampler.warmup=3") == CurriculumSampler(warmup=3)
 
 
 def test_stages_replace_or_refine_an_order(folder: Path) -> None:
     stages = [
-        {"name": "one", "taskset": {"order": {"floor": 0.2}}},
-        {"name": "two", "taskset": {"order": "curriculum"}},
+        {"name": "one", "taskset": {"sampler": {"floor": 0.2}}},
+        {"name": "two", "taskset": {"sampler": "curriculum"}},
         {"name": "three"},
     ]
-    run = loaded({"order": {"name": "prioritised", "prior": 0.3}}, stages=stages)
-    assert [stage.taskset.order for stage in run.stages] == [
+    run = loaded({"sampler": {"name": "prioritised", "prior": 0.3}}, stages=stages)
+    assert [stage.taskset.sampler for stage in run.stages] == [
         PrioritisedSampler(prior=0.3, floor=0.2),
         CurriculumSampler(),
         PrioritisedSampler(prior=0.3),
@@ -60,33 +60,41 @@ def test_stages_replace_or_refine_an_order(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("taskset", "keys", "message"),
     [
-        ({"order": "prioritized"}, {}, "taskset.order.name: `prioritized` is not known; did you mean `prioritised`?"),
         (
-            {"order": {"name": "posterior", "floor": 1}},
+            {"sampler": "prioritized"},
             {},
-            "`floor` is honoured by order `prioritised`, not by `posterior",
-        ),
-        ({"order": {"name": "prioritised", "floor": 0}}, {}, "taskset.order.floor: expected more than 0, found `0`"),
-        ({"order": 3}, {}, "taskset.order: expected"),
-        (
-            {"order": {"name": "easy_to_hard", "prior": 0.3}},
-            {},
-            "taskset.order.prior: not honoured with by `difficulty`; it is with `success`",
+            "taskset.sampler.name: `prioritized` is not known; did you mean `prioritised`?",
         ),
         (
-            {"order": {"name": "curriculum", "column": "level"}},
+            {"sampler": {"name": "posterior", "floor": 1}},
             {},
-            "taskset.order.column: not honoured with by `success`; it is with `difficulty`",
+            "`floor` is honoured by sampler `prioritised`, not by `posterior",
         ),
         (
-            {"order": "posterior"},
+            {"sampler": {"name": "prioritised", "floor": 0}},
+            {},
+            "taskset.sampler.floor: expected more than 0, found `0`",
+        ),
+        ({"sampler": 3}, {}, "taskset.sampler: expected"),
+        (
+            {"sampler": {"name": "easy_to_hard", "prior": 0.3}},
+            {},
+            "taskset.sampler.prior: not honoured with by `difficulty`; it is with `success`",
+        ),
+        (
+            {"sampler": {"name": "curriculum", "column": "level"}},
+            {},
+            "taskset.sampler.column: not honoured with by `success`; it is with `difficulty`",
+        ),
+        (
+            {"sampler": "posterior"},
             {"algorithm": "sft"},
-            "taskset.order: not honoured: algorithm `sft` learns from worked solutions and rolls nothing out, so no",
+            "taskset.sampler: not honoured: algorithm `sft` learns from worked solutions and rolls nothing out, so no",
         ),
         (
             {},
-            {"evaluation": {"taskset": {"path": "held.jsonl", "order": "sequential"}}},
-            "evaluation.taskset.order: not honoured: every held-out task is evaluated each time; remove it",
+            {"evaluation": {"taskset": {"path": "held.jsonl", "sampler": "sequential"}}},
+            "evaluation.taskset.sampler: not honoured: every held-out task is evaluated each time; remove it",
         ),
     ],
 )
@@ -99,5 +107,5 @@ def test_wrong_orders(taskset: dict[str, Any], keys: dict[str, Any], message: st
 
 
 def test_orders_by_difficulty_are_honoured_without_rollouts(folder: Path) -> None:
-    run = loaded({"order": "easy_to_hard"}, algorithm={"name": "sft"}, rewards=[])
-    assert run.stages[0].taskset.order.name == "easy_to_hard"
+    run = loaded({"sampler": "easy_to_hard"}, algorithm={"name": "sft"}, rewards=[])
+    assert run.stages[0].taskset.sampler.name == "easy_to_hard"

@@ -30,8 +30,10 @@ def taskset_of(size: int, **columns: list[Any]) -> Taskset:
     return Taskset("t", [Task(f"t:{number}", f"{number}?", metadata=row) for number, row in enumerate(rows)], [])
 
 
-def sampler_of(taskset: Taskset, order: Any, seed: int = 0, batch: int = 1) -> Sampler:
-    return build_sampler(taskset, TasksetConfig.model_validate({"path": "x", "order": order}).order, seed, batch=batch)
+def sampler_of(taskset: Taskset, section: Any, seed: int = 0, batch: int = 1) -> Sampler:
+    return build_sampler(
+        taskset, TasksetConfig.model_validate({"path": "x", "sampler": section}).sampler, seed, batch=batch
+    )
 
 
 def numbers(sampler: Sampler, count: int, step: int = 0) -> list[int]:
@@ -75,7 +77,9 @@ def test_priors_may_come_from_a_column() -> None:
     sampler = sampler_of(taskset, {"name": "prioritised", "prior_column": "success_rate", "floor": 0.001})
     drawn = Counter(numbers(sampler, 6000))
     assert chi_square([drawn[i] for i in range(3)], [0.5, 0.1, 0.01]) < 13.8
-    with pytest.raises(TasksetError, match=r"order.prior_column: 1 of 2 tasks have no number in the column rate \(fir"):
+    with pytest.raises(
+        TasksetError, match=r"sampler.prior_column: 1 of 2 tasks have no number in the column rate \(fir"
+    ):
         sampler_of(taskset_of(2, rate=[0.5, "high"]), {"name": "prioritised", "prior_column": "rate"})
 
 
@@ -89,8 +93,8 @@ def test_a_prior_that_is_no_rate_is_refused() -> None:
 
 def test_a_column_may_have_any_name() -> None:
     """Of what a state holds, `epoch` is a number that a column of this name would have taken the place of."""
-    order = {"name": "easy_to_hard", "column": "epoch"}
-    sampler, again = (sampler_of(taskset_of(3, epoch=[3, 1, 2]), order) for _ in range(2))
+    section = {"name": "easy_to_hard", "column": "epoch"}
+    sampler, again = (sampler_of(taskset_of(3, epoch=[3, 1, 2]), section) for _ in range(2))
     assert numbers(sampler, 4) == [1, 2, 0, 1]
     again.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
     assert (numbers(again, 2), again.epoch) == ([2, 0], 1)
@@ -150,8 +154,8 @@ def test_curriculum_without_hard_tasks_takes_all() -> None:
 
 
 def test_curriculum_by_difficulty_asks_for_no_success() -> None:
-    order = {"name": "curriculum", "warmup": 1, "by": "difficulty", "bound": 3, "column": "level"}
-    sampler = sampler_of(taskset_of(4, level=[1, "3", 2, 5.5]), order, batch=2)
+    section = {"name": "curriculum", "warmup": 1, "by": "difficulty", "bound": 3, "column": "level"}
+    sampler = sampler_of(taskset_of(4, level=[1, "3", 2, 5.5]), section, batch=2)
     numbers(sampler, 2, 0)
     assert sorted(numbers(sampler, 2, 1)) == [1, 3]
     assert not sampler.uses_success
@@ -203,7 +207,7 @@ def test_easy_to_hard_by_success_follows_what_is_seen() -> None:
 
 def test_a_difficulty_that_is_missing_is_named() -> None:
     message = (
-        r"order easy_to_hard: 2 of 3 tasks have no number in the column difficulty \(first: task t:1\); name another "
+        r"sampler easy_to_hard: 2 of 3 tasks have no number in the column difficulty \(first: task t:1\); name another "
         "column, or give them one by the operator `difficulty`"
     )
     with pytest.raises(TasksetError, match=message):
@@ -249,20 +253,24 @@ def test_a_single_completion_is_no_uniform_group() -> None:
     assert numbers(sampler, 2) == [0, 1]
 
 
-# -- users' orders -------------------------------------------------------------------------------------------------
+# -- users' samplers ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def middling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_registered", {})
 
-    @rollmill.order
+    @rollmill.sampler
     def middling(view: TaskView, *, power: float = 1.0) -> NDArray[np.float64]:
         """Tasks with a rate in the middle."""
         return (view.rates * (1 - view.rates)) ** power
 
 
-def test_a_users_order_weighs_tasks(middling: None) -> None:
+def test_the_decorator_has_its_former_name_too() -> None:
+    assert rollmill.order is rollmill.sampler
+
+
+def test_a_users_sampler_weighs_tasks(middling: None) -> None:
     sampler = sampler_of(taskset_of(3), {"name": "middling", "power": 2.0, **KNOWN})
     see(sampler, [0.5, 0.9, 1.0])
     drawn = Counter(numbers(sampler, 5000))
@@ -273,16 +281,16 @@ def test_a_users_order_weighs_tasks(middling: None) -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ([1.0], r"taskset.order `broken`: expected 3 weights .* found an array of shape \[1\] from 1 to 1"),
+        ([1.0], r"taskset.sampler `broken`: expected 3 weights .* found an array of shape \[1\] from 1 to 1"),
         ([1, 2, -1], r"shape \[3\] from -1 to 2"),
         ([0, 0, 0], "not all 0"),
         (None, "broken` raised TypeError: .*test_difficulty_samplers.py:[0-9]+; correct it"),
     ],
 )
-def test_a_users_order_has_to_give_weights(result: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_sampler_has_to_give_weights(result: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_registered", {})
 
-    @rollmill.order
+    @rollmill.sampler
     def broken(view: TaskView) -> Any:
         return [1.0] / view.step if result is None else result
 
@@ -292,7 +300,7 @@ def test_a_users_order_has_to_give_weights(result: Any, message: str, monkeypatc
 
 # -- states --------------------------------------------------------------------------------------------------------
 
-ORDERS: list[dict[str, Any]] = [
+SECTIONS: list[dict[str, Any]] = [
     {"name": "shuffled", "skip_uniform": 2},
     {"name": "sequential", "skip_uniform": 1},
     {"name": "easy_to_hard"},
@@ -318,47 +326,51 @@ def play(sampler: Sampler, random_: random.Random, step: int, count: int) -> lis
 
 
 @settings(max_examples=60)
-@given(st.sampled_from(ORDERS), st.integers(1, 9), st.integers(-5, 99), st.integers(1, 7), st.integers(0, 40))
-def test_a_state_goes_on_exactly(order: dict[str, Any], size: int, seed: int, batch: int, done: int) -> None:
+@given(st.sampled_from(SECTIONS), st.integers(1, 9), st.integers(-5, 99), st.integers(1, 7), st.integers(0, 40))
+def test_a_state_goes_on_exactly(section: dict[str, Any], size: int, seed: int, batch: int, done: int) -> None:
     taskset = taskset_of(size, difficulty=[number % 3 for number in range(size)])
-    sampler = sampler_of(taskset, order, seed, batch)
+    sampler = sampler_of(taskset, section, seed, batch)
     play(sampler, random.Random(seed), 0, done)
     state = sampler.state_dict()
     stored = json.dumps(state)
     expected = play(sampler, random.Random(done), done // 4, 30)
     assert json.dumps(state) == stored, "a state is a snapshot"
-    resumed = sampler_of(taskset, order, seed, batch)
+    resumed = sampler_of(taskset, section, seed, batch)
     resumed.load_state_dict(json.loads(stored))
     assert resumed.state_dict() == state
     assert play(resumed, random.Random(done), done // 4, 30) == expected
     assert resumed.state_dict() == sampler.state_dict()
 
 
-@given(st.sampled_from(ORDERS), st.integers(1, 9), st.integers(0, 9))
-def test_there_is_always_a_task(order: dict[str, Any], size: int, seed: int) -> None:
+@given(st.sampled_from(SECTIONS), st.integers(1, 9), st.integers(0, 9))
+def test_there_is_always_a_task(section: dict[str, Any], size: int, seed: int) -> None:
     """Even where every group is uniform."""
     taskset = taskset_of(size, difficulty=[0] * size)
-    sampler = sampler_of(taskset, order, seed, batch=3)
+    sampler = sampler_of(taskset, section, seed, batch=3)
     seen = set()
     for number in range(60):
         task = sampler.next(number // 3)
         seen.add(task.id)
         sampler.observe(task.id, [1.0, 1.0])
-    assert len(seen) == size or order["name"] in ("prioritised", "posterior")
+    assert len(seen) == size or section["name"] in ("prioritised", "posterior")
 
 
 @pytest.mark.parametrize(
-    ("order", "taskset", "message"),
+    ("section", "taskset", "message"),
     [
-        ({"name": "prioritised", "floor": 0.2}, taskset_of(3), "order was {name: prioritised.*floor: 0.1.*is {name: p"),
-        ({"name": "shuffled"}, taskset_of(3), "order was {name: prioritised.*}, is shuffled"),
+        (
+            {"name": "prioritised", "floor": 0.2},
+            taskset_of(3),
+            "sampler was {name: prioritised.*floor: 0.1.*is {name: p",
+        ),
+        ({"name": "shuffled"}, taskset_of(3), "sampler was {name: prioritised.*}, is shuffled"),
         ({"name": "prioritised", "floor": 0.1}, taskset_of(4), "size was 3, is 4"),
     ],
 )
-def test_a_state_of_something_else_is_refused(order: Any, taskset: Taskset, message: str) -> None:
+def test_a_state_of_something_else_is_refused(section: Any, taskset: Taskset, message: str) -> None:
     state = sampler_of(taskset_of(3), {"name": "prioritised", "floor": 0.1}).state_dict()
     with pytest.raises(TasksetError, match=message):
-        sampler_of(taskset, order).load_state_dict(state)
+        sampler_of(taskset, section).load_state_dict(state)
 
 
 def test_other_difficulties_are_refused() -> None:
@@ -368,8 +380,8 @@ def test_other_difficulties_are_refused() -> None:
 
 
 def test_where_nothing_is_observed_orders_by_success_shuffle() -> None:
-    config = TasksetConfig.model_validate({"path": "x", "order": {"name": "posterior"}})
-    sampler = build_sampler(taskset_of(6), config.order, 0, batch=4, observed=False)
+    config = TasksetConfig.model_validate({"path": "x", "sampler": {"name": "posterior"}})
+    sampler = build_sampler(taskset_of(6), config.sampler, 0, batch=4, observed=False)
     assert sorted(numbers(sampler, 6)) == list(range(6))
-    config = TasksetConfig.model_validate({"path": "x", "order": {"name": "sequential", "skip_uniform": 3}})
-    assert numbers(build_sampler(taskset_of(3), config.order, 0, batch=4, observed=False), 4) == [0, 1, 2, 0]
+    config = TasksetConfig.model_validate({"path": "x", "sampler": {"name": "sequential", "skip_uniform": 3}})
+    assert numbers(build_sampler(taskset_of(3), config.sampler, 0, batch=4, observed=False), 4) == [0, 1, 2, 0]

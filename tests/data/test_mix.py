@@ -1,4 +1,4 @@
-"""Mixes: shares, ids, orders of their own, and what may not be said beside them."""
+"""Mixes: shares, ids, samplers of their own, and what may not be said beside them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def jsonl(path: Path, count: int, **columns: Any) -> Path:
 def two(tmp_path: Path) -> list[dict[str, Any]]:
     """Entries of a mix: 3 easy tasks of weight 3, and 5 hard ones."""
     easy, hard = jsonl(tmp_path / "a.jsonl", 3), jsonl(tmp_path / "b.jsonl", 5)
-    return [{"name": "easy", "weight": 3, "path": easy}, {"name": "hard", "path": hard, "order": "sequential"}]
+    return [{"name": "easy", "weight": 3, "path": easy}, {"name": "hard", "path": hard, "sampler": "sequential"}]
 
 
 def mixed(entries: list[dict[str, Any]], **keys: Any) -> TasksetConfig:
@@ -37,7 +37,7 @@ def mixed(entries: list[dict[str, Any]], **keys: Any) -> TasksetConfig:
 
 
 def sampler_of(config: TasksetConfig, seed: int = 0, batch: int = 4) -> Sampler:
-    return build_sampler(load_taskset(config), config.order, seed, batch=batch)
+    return build_sampler(load_taskset(config), config.sampler, seed, batch=batch)
 
 
 def test_tasks_say_which_set_they_are_of(two: list[dict[str, Any]]) -> None:
@@ -68,7 +68,7 @@ def test_sets_are_drawn_by_weight_each_in_its_own_order(two: list[dict[str, Any]
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=6), st.integers(1, 300))
 def test_shares_are_never_far_off(weights: list[float], count: int) -> None:
     config = mixed([{"name": f"s{i}", "weight": w, "function": "m:f"} for i, w in enumerate(weights)])
-    sampler = build_sampler(_made(config), config.order, 0, batch=1)
+    sampler = build_sampler(_made(config), config.sampler, 0, batch=1)
     drawn = Counter(sampler.next().taskset for _ in range(count))
     for number, weight in enumerate(weights):
         assert abs(drawn[f"s{number}"] - count * weight / sum(weights)) < len(weights)
@@ -79,18 +79,18 @@ def _made(config: TasksetConfig) -> Taskset:
     from rollmill.types import Task
 
     tasks = [Task(f"{entry.name}/{i}", f"{entry.name} {i}", taskset=entry.name) for entry in config.mix for i in (0, 1)]
-    return Taskset("mix", tasks, [], mixed=tuple(MixtureComponent(e.name, e.weight, e.order) for e in config.mix))
+    return Taskset("mix", tasks, [], mixed=tuple(MixtureComponent(e.name, e.weight, e.sampler) for e in config.mix))
 
 
 @given(st.integers(0, 9), st.integers(0, 30), st.integers(1, 20))
 def test_a_state_goes_on_exactly(seed: int, done: int, more: int) -> None:
     entries: list[dict[str, Any]] = [
-        {"name": "a", "weight": 2, "function": "m:f", "order": "prioritised"},
-        {"name": "b", "weight": 1.5, "function": "m:f", "order": {"name": "posterior", "skip_uniform": 2}},
+        {"name": "a", "weight": 2, "function": "m:f", "sampler": "prioritised"},
+        {"name": "b", "weight": 1.5, "function": "m:f", "sampler": {"name": "posterior", "skip_uniform": 2}},
         {"name": "c", "weight": 0.7, "function": "m:f"},
     ]
     config = mixed(entries)
-    sampler = build_sampler(_made(config), config.order, seed, batch=4)
+    sampler = build_sampler(_made(config), config.sampler, seed, batch=4)
     assert sampler.uses_success
 
     def play(sampler: Sampler, count: int) -> list[str]:
@@ -106,15 +106,15 @@ def test_a_state_goes_on_exactly(seed: int, done: int, more: int) -> None:
     stored = json.dumps(state)
     expected = play(sampler, more)
     assert json.dumps(state) == stored
-    resumed = build_sampler(_made(config), config.order, seed, batch=4)
+    resumed = build_sampler(_made(config), config.sampler, seed, batch=4)
     resumed.load_state_dict(json.loads(stored))
     assert play(resumed, more) == expected
     assert resumed.state_dict() == sampler.state_dict()
 
 
 def test_success_is_noted_by_the_set_it_is_of() -> None:
-    config = mixed([{"name": name, "function": "m:f", "order": "prioritised"} for name in ("a", "b")])
-    sampler = build_sampler(_made(config), config.order, 0, batch=1)
+    config = mixed([{"name": name, "function": "m:f", "sampler": "prioritised"} for name in ("a", "b")])
+    sampler = build_sampler(_made(config), config.sampler, 0, batch=1)
     sampler.observe("b/1", [1.0])
     sampler.observe("c/1", [1.0])
     assert (sampler.metrics()["tasks/a/seen"], sampler.metrics()["tasks/b/seen"]) == (0.0, 0.5)
@@ -123,13 +123,13 @@ def test_success_is_noted_by_the_set_it_is_of() -> None:
 def test_sets_without_tasks_leave_their_share_to_the_others(two: list[dict[str, Any]]) -> None:
     taskset = load_taskset(mixed([*two, two[1] | {"name": "more"}]))
     fitting = taskset.with_tasks([task for task in taskset.tasks if task.taskset != "hard"], [])
-    sampler = build_sampler(fitting, taskset.mixed[0].order, 0, batch=2)
+    sampler = build_sampler(fitting, taskset.mixed[0].sampler, 0, batch=2)
     assert Counter(sampler.next().taskset for _ in range(8)) == {"easy": 6, "more": 2}
 
 
 def test_other_weights_or_orders_are_refused(two: list[dict[str, Any]]) -> None:
     state = sampler_of(mixed(two)).state_dict()
-    for change in ({"weight": 2}, {"order": "sequential"}):
+    for change in ({"weight": 2}, {"sampler": "sequential"}):
         with pytest.raises(TasksetError, match="changed since the checkpoint"):
             sampler_of(mixed([two[0] | change, two[1]])).load_state_dict(state)
 
@@ -149,7 +149,7 @@ def test_a_pipeline_may_stand_in_an_entry_and_beside_the_mix(two: list[dict[str,
     ("change", "message"),
     [
         ({"path": "x.jsonl"}, "give exactly one of path, generator, function and mix (found path and mix)"),
-        ({"order": "sequential"}, "order is not honoured beside mix; write it in the entries of mix"),
+        ({"sampler": "sequential"}, "sampler is not honoured beside mix; write it in the entries of mix"),
         ({"template": "{q}"}, "template is not honoured beside mix"),
         (
             {"mix": [{"name": "a", "path": "a.jsonl"}, {"name": "a", "path": "b.jsonl"}]},
@@ -217,4 +217,4 @@ def test_check_names_the_sets(two: list[dict[str, Any]], tmp_path: Path, capsys:
     assert main(["check", str(write(held_out(two), tmp_path / "run.yaml"))]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "8 tasks (0 left out) from a mix; 3 x easy: " in shown
-    assert "b.jsonl (order sequential)" in shown
+    assert "b.jsonl (sampler sequential)" in shown

@@ -286,7 +286,7 @@ def test_held_out_tasks_are_those_of_the_evaluation(folder: Path) -> None:
         (
             ["sort"],
             None,
-            "taskset.pipeline.0: order `shuffled` takes no notice of how the tasks are sorted; give order: s",
+            "taskset.pipeline.0: sampler `shuffled` takes no notice of how the tasks are sorted; give sampler: s",
         ),
         (["dedupe"], None, "taskset.pipeline.0.name: `dedupe` is not known; did you mean `deduplicate`?"),
         ([{"n": 3}], None, "taskset.pipeline.0.name: is required"),

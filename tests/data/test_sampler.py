@@ -14,40 +14,40 @@ from rollmill.data import Sampler, Taskset, build_sampler
 from rollmill.errors import TasksetError
 from rollmill.types import Task
 
-Order = Literal["shuffled", "sequential"]
-orders: st.SearchStrategy[Order] = st.sampled_from(["shuffled", "sequential"])
+Name = Literal["shuffled", "sequential"]
+names: st.SearchStrategy[Name] = st.sampled_from(["shuffled", "sequential"])
 
 
 def taskset_of(size: int, answer: Any = None, rejected: str | None = None) -> Taskset:
     return Taskset("t", [Task(f"t:{i}", f"{i}?", answer, rejected=rejected) for i in range(size)], [])
 
 
-def sampler_of(taskset: Taskset, order: Order, seed: int) -> Sampler:
-    return build_sampler(taskset, TasksetConfig.model_validate({"path": "x", "order": order}).order, seed, batch=4)
+def sampler_of(taskset: Taskset, name: Name, seed: int) -> Sampler:
+    return build_sampler(taskset, TasksetConfig.model_validate({"path": "x", "sampler": name}).sampler, seed, batch=4)
 
 
 def ids(sampler: Sampler, count: int) -> list[str]:
     return [sampler.next().id for _ in range(count)]
 
 
-@given(st.integers(1, 30), orders, st.integers(), st.integers(1, 4))
-def test_every_task_comes_once_per_epoch(size: int, order: Order, seed: int, epochs: int) -> None:
+@given(st.integers(1, 30), names, st.integers(), st.integers(1, 4))
+def test_every_task_comes_once_per_epoch(size: int, name: Name, seed: int, epochs: int) -> None:
     taskset = taskset_of(size)
-    sampler = sampler_of(taskset, order, seed)
+    sampler = sampler_of(taskset, name, seed)
     for epoch in range(epochs):
         seen = ids(sampler, size)
         assert sampler.epoch == epoch
         assert sorted(seen) == sorted(task.id for task in taskset.tasks)
-        if order == "sequential":
+        if name == "sequential":
             assert seen == [task.id for task in taskset.tasks]
 
 
-@given(st.integers(1, 12), orders, st.integers(0, 9), st.integers(0, 40), st.integers(1, 30))
-def test_a_state_goes_on_exactly(size: int, order: Order, seed: int, done: int, more: int) -> None:
-    sampler = sampler_of(taskset_of(size), order, seed)
+@given(st.integers(1, 12), names, st.integers(0, 9), st.integers(0, 40), st.integers(1, 30))
+def test_a_state_goes_on_exactly(size: int, name: Name, seed: int, done: int, more: int) -> None:
+    sampler = sampler_of(taskset_of(size), name, seed)
     ids(sampler, done)
     state = json.loads(json.dumps(sampler.state_dict()))
-    resumed = sampler_of(taskset_of(size), order, seed)
+    resumed = sampler_of(taskset_of(size), name, seed)
     resumed.load_state_dict(state)
     assert ids(resumed, more) == ids(sampler, more)
     assert resumed.state_dict() == sampler.state_dict()
@@ -76,7 +76,7 @@ def test_seeds_and_epochs_shuffle_differently() -> None:
         (sampler_of(taskset_of(5), "shuffled", 0), r"taskset t changed since the checkpoint \(size was 4, is 5\)"),
         (sampler_of(taskset_of(4, answer="x"), "shuffled", 0), "fingerprint was"),
         (sampler_of(taskset_of(4, rejected="x"), "shuffled", 0), "fingerprint was"),
-        (sampler_of(taskset_of(4), "sequential", 0), "order was shuffled, is sequential"),
+        (sampler_of(taskset_of(4), "sequential", 0), "sampler was shuffled, is sequential"),
         (sampler_of(taskset_of(4), "shuffled", 1), "seed was 0, is 1"),
     ],
 )

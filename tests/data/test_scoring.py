@@ -60,7 +60,7 @@ def test_success_rates_of_the_policy(run: Path, tmp_path: Path, capsys: pytest.C
     original = load_taskset(TasksetConfig.model_validate(TASKS))
     for one, other in zip(loaded.tasks, original.tasks, strict=True):
         assert (one.id, one.prompt, one.answer, one.response) == (other.id, other.prompt, other.answer, other.response)
-    rated = {**TASKS, "pipeline": [{"name": "difficulty", "scores": out}], "order": "easy_to_hard"}
+    rated = {**TASKS, "pipeline": [{"name": "difficulty", "scores": out}], "sampler": "easy_to_hard"}
     difficulties = [task.metadata["difficulty"] for task in load_taskset(TasksetConfig.model_validate(rated)).tasks]
     assert difficulties == [row["difficulty"] for row in rows]
 

@@ -19,7 +19,11 @@ from rollmill import registry
 from rollmill.cli import main
 from rollmill.config import section as parts
 
-NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
+
+def names(*kinds: str) -> list[str]:
+    """Names of the documents that have blocks of these kinds."""
+    return [str(document.relative_to(ROOT)) for document in DOCUMENTS if blocks(document, *kinds)]
+
 
 SLOW = pytest.mark.slow
 LONG = {f"docs/guide/{name}.md" for name in ("algorithms", "audit", "evaluation", "export", "restarts")}
@@ -115,7 +119,7 @@ RUN_ELSEWHERE = {
     "rollmill serve runs/minimal": (
         "tests/apps/serve/test_command.py::test_a_checkpoint_is_served_recorded_and_ends_cleanly"
     ),
-    "rollmill buffer ls runs/mine --shelf usual --reward-at-most 0.2 --limit 5": (
+    "rollmill buffer ls runs/mine --kind usual --reward-at-most 0.2 --limit 5": (
         "tests/cli/test_buffer.py::test_ls_filters"
     ),
     "rollmill run run.yaml --set mode=train --out runs/sums": (
@@ -148,7 +152,7 @@ RUN_ELSEWHERE = {
     ),
     "rollmill buffer show runs/mine train-000012": "tests/cli/test_buffer.py::test_show_finds_a_group",
     "rollmill buffer stats runs/mine": "tests/cli/test_buffer.py::test_stats_count",
-    "rollmill buffer export runs/mine --to mine.parquet --shelf usual": (
+    "rollmill buffer export runs/mine --to mine.parquet --kind usual": (
         "tests/cli/test_buffer.py::test_export_and_import"
     ),
     "rollmill buffer import runs/other mine.parquet": "tests/cli/test_buffer.py::test_export_and_import",
@@ -223,7 +227,9 @@ def workspace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return folder
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW if name in LONG else ()) for name in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW if name in LONG else ()) for name in names("bash", "console")]
+)
 def test_commands_run(name: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write_files(name)
     for command in commands(ROOT / name):
@@ -231,15 +237,15 @@ def test_commands_run(name: str, workspace: Path, capsys: pytest.CaptureFixture[
             _run(command, capsys)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names("python"))
 def test_python_blocks_run(name: str, workspace: Path) -> None:
     """A later block of a page sees what earlier ones define."""
-    names: dict[str, object] = {"__name__": "document"}
+    defined: dict[str, object] = {"__name__": "document"}
     for block in blocks(ROOT / name, "python"):
-        exec(compile(block.text, block.place, "exec"), names)
+        exec(compile(block.text, block.place, "exec"), defined)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names("yaml"))
 def test_yaml_blocks_are_valid(name: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _write_files(name)
     for block in blocks(ROOT / name, "yaml"):

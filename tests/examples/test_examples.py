@@ -82,8 +82,11 @@ def test_ppo_learns_with_a_critic(server: Forks, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_data_is_mixed_verified_refilled_and_replayed(server: Forks, tmp_path: Path) -> None:
-    rows = run(server, tmp_path, "data.yaml", "out")
+def test_data_is_mixed_verified_refilled_and_replayed(server: Forks, imitated: Path, tmp_path: Path) -> None:
+    """From the weights of sft.yaml, which its first stage would give again."""
+    there = f"model.path={imitated / 'runs/sft/checkpoints/step-000300'}"
+    again = ("steps=1", "trainer.lr=1e-6", "trainer.warmup_steps=0", "evaluation.every=1")
+    rows = run(server, tmp_path, "data.yaml", "out", there, *(f"stages.0.{each}" for each in again))
     before, *_, after = greedy(rows)
     assert before < 0.8
     assert after > before + 0.15
@@ -361,7 +364,7 @@ def test_self_play_finds_perfect_moves(server: Forks, tmp_path: Path) -> None:
 
 OWN_ENGINE = [
     "stages.1.engine=native",
-    "stages.1.residency={policy: disk, optimizer: disk, reference: disk, cast: destroyed, cache: destroyed}",
+    "stages.1.offload={policy: disk, optimizer: disk, reference: disk, cast: destroyed, cache: destroyed}",
     "trainer.precision=bf16",
 ]
 

@@ -22,11 +22,13 @@ from rollmill.user_code import import_object
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "kimi.yaml"
 DOMAINS = ("math", "code", "school", "pictures")
 SHORT = [
-    "stages.0.steps=30",
-    "stages.0.evaluation.every=30",
+    "stages.0.steps=10",
+    "stages.0.evaluation.every=10",
     "stages.0.trainer.warmup_steps=2",
     "stages.1.steps=6",
-    "stages.1.rollout.token_budget=400",
+    "stages.1.rollout.token_budget=120",
+    "rollout.batch=8",
+    "rollout.group_size=4",
     "evaluation.every=3",
     "checkpoint.every=2",
     *(f"domains.{name}.evaluation.limit=4" for name in DOMAINS),
@@ -65,22 +67,23 @@ def test_each_domains_right_answer_earns_exactly_1(folder: Path, capsys: pytest.
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_twice_it_ends_as_if_nothing_had_happened(server: Forks, folder: Path) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_killed_it_ends_as_if_nothing_had_happened(server: Forks, folder: Path, kills: int) -> None:
     once = server.run("run", EXAMPLE, "--out", "once", *settings(*SHORT), folder=folder)
     assert once.code == 0, once.err
-    twice = folder / "twice"
-    command: list[Any] = ["run", EXAMPLE, "--out", "twice", *settings(*SHORT, "supervise.restarts=0")]
-    for step in (32, 34):
+    killed = folder / "killed"
+    command: list[Any] = ["run", EXAMPLE, "--out", "killed", *settings(*SHORT, "supervise.restarts=0")]
+    for step in (12, 14)[:kills]:
         server.start(*command, folder=folder)
-        checkpoint = twice / f"checkpoints/step-{step:06d}"
+        checkpoint = killed / f"checkpoints/step-{step:06d}"
         wait_until(checkpoint.is_dir, 400)
         send(server.pid)
         assert server.wait().code == -signal.SIGKILL
-        command = ["resume", "twice"]
+        command = ["resume", "killed"]
     ended = server.run(*command, folder=folder)
     assert ended.code == 0, ended.err
-    assert outcome(twice) == outcome(folder / "once")
-    trained = [row for row in rows(twice) if row.get("stage") == "kimi" and "loss" in row]
+    assert outcome(killed) == outcome(folder / "once")
+    trained = [row for row in rows(killed) if row.get("stage") == "kimi" and "loss" in row]
     assert sum(row["rollout/partial"] for row in trained) > 0
     assert any("replay/age" in row for row in trained)
     assert {name for row in trained for name in DOMAINS if f"domain/{name}/reward" in row} == set(DOMAINS)
@@ -88,8 +91,15 @@ def test_killed_twice_it_ends_as_if_nothing_had_happened(server: Forks, folder: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("place", ["processes", pytest.param("ray", marks=[pytest.mark.service, pytest.mark.thorough])])
-def test_two_explorers_go_on_after_its_trainer_was_killed_twice(server: Forks, folder: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "kills"),
+    [
+        ("processes", 1),
+        pytest.param("processes", 2, marks=pytest.mark.thorough),
+        pytest.param("ray", 2, marks=[pytest.mark.service, pytest.mark.thorough]),
+    ],
+)
+def test_two_explorers_go_on_after_its_trainer_was_killed(server: Forks, folder: Path, place: str, kills: int) -> None:
     given = settings(*SHORT, "supervise.restarts=0", *({"ray": RAY, "processes": ["mode=train"]}[place]))
     command: list[Any] = ["run", EXAMPLE, "--out", "out", *given]
     with ExitStack() as stack:
@@ -97,7 +107,7 @@ def test_two_explorers_go_on_after_its_trainer_was_killed_twice(server: Forks, f
         for each in explorers:
             explore = settings(*SHORT, "supervise.restarts=0", "mode=explore")
             each.start("run", EXAMPLE, "--out", "out", *explore, folder=folder)
-        for step in (32, 34):
+        for step in (12, 14)[:kills]:
             server.start(*command, folder=folder)
             assert server.reaches((folder / f"out/checkpoints/step-{step:06d}").is_dir, 600), server.wait().err
             send(server.pid)
@@ -109,7 +119,7 @@ def test_two_explorers_go_on_after_its_trainer_was_killed_twice(server: Forks, f
             done = each.wait()
             assert done.code == 0, done.err
     trained = [row for row in rows(folder / "out") if row.get("stage") == "kimi" and "loss" in row]
-    assert [row["step"] for row in trained] == list(range(31, 37))
+    assert [row["step"] for row in trained] == list(range(11, 17))
     assert sum(row["rollout/partial"] for row in trained) > 0
     assert any("replay/age" in row for row in trained)
     assert {name for row in trained for name in DOMAINS if f"domain/{name}/reward" in row} == set(DOMAINS)

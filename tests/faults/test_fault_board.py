@@ -54,7 +54,7 @@ def test_the_run_recovers_or_says_what_failed(it: Fault, services: Services) -> 
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(12, marks=SLOW),
+        pytest.param(6, marks=SLOW),
         pytest.param(220, marks=[pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3600)]),
     ],
 )

@@ -60,7 +60,7 @@ def _survive(scene: Scene, engine: str) -> str:
     judge = Judge(scene)
     noted = {"name": "python", "function": "noted", "run_in": "thread"}
     judged = scene.changes["rewards"][0] | {"deadline_s": 120, "away_s": 90}  # a busy machine starts a server slowly
-    scene.write(steps=STEPS, rewards=[judged, noted])
+    scene.write(steps=STEPS, rewards=[judged, noted], monitor={"report": True})
     scene.pace(0.05)
     scene.begin()
 

@@ -11,9 +11,9 @@ from support.toys import sampled_completions, toy_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rollmill.engines.native import NativeEngine
+from rollmill.models import fused_layers
 from rollmill.models.attention import build_forward_inputs, use_attention_context
-from rollmill.models.cpu import fused_layers
-from rollmill.models.cpu.fused_layers import build_fused_layers
+from rollmill.models.fused_layers import build_fused_layers
 from rollmill.types import Completion
 
 SMALL = {
@@ -68,7 +68,7 @@ def require_own_logprobs(model: Any, completions: list[Completion], atol: float 
 def test_logprobs_are_those_of_the_model(name: str, copied: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_layers, "COPIED_BYTES", copied)
     model = random_model(name)
-    assert build_fused_layers(model) is not None
+    assert build_fused_layers(model, 256) is not None
     require_own_logprobs(model, sampled_completions(NativeEngine(model, context=256)))
 
 
@@ -112,14 +112,14 @@ def changed_layer(model: Any) -> None:
 def test_a_model_that_computes_something_else_is_left_as_it_is(change: Any) -> None:
     model = random_model("qwen3")
     change(model)
-    assert build_fused_layers(model) is None
+    assert build_fused_layers(model, 256) is None
     engine = NativeEngine(model, context=256)
     require_own_logprobs(model, sampled_completions(engine))
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "qwen3_moe"])
 def test_other_architectures_are_left_as_they_are(architecture: str) -> None:
-    assert build_fused_layers(toy_model(architecture, vocab_size=90)) is None
+    assert build_fused_layers(toy_model(architecture, vocab_size=90), 256) is None
 
 
 def test_bf16_logits_are_as_close_to_fp32_as_those_of_the_model() -> None:
@@ -130,7 +130,7 @@ def test_bf16_logits_are_as_close_to_fp32_as_those_of_the_model() -> None:
         recorder = fused_layers._Recorder()
         with torch.no_grad():
             if fused:
-                layers = build_fused_layers(model)
+                layers = build_fused_layers(model, 256)
                 assert layers is not None
                 return layers.forward(recorder, tokens, positions, 0).float()
             with use_attention_context(model, recorder):

@@ -220,7 +220,7 @@ class Runs:
         places = {"reference": "disk", "optimizer": "disk", "critic_optimizer": "disk"}
         elsewhere = {"engine": "destroyed", "policy": "disk"} if publishes(mode) else {}
         more = {"algorithm": algorithm, "steps": 2, "rollout": {"oversample": None}}
-        changes = merged(ADAPTERS, more | {"residency": places | elsewhere, "monitor": {"timeline_every": 1}})
+        changes = merged(ADAPTERS, more | {"offload": places | elsewhere, "monitor": {"timeline_every": 1}})
         folder = self._written(mode, "offloaded", merged(changes, {"model": {"new": {"hidden_size": 64}}}))
         self._begin(mode, folder)
         self._finish(mode)
@@ -446,11 +446,11 @@ def test_components_leave_by_phase(runs: Runs, mode: RunMode) -> None:
 @pytest.mark.parametrize("mode", mode_params(starts_ray=True))
 def test_a_memory_budget_counts_the_engine(runs: Runs, mode: RunMode) -> None:
     """vLLM with its cache, the copies of explorers, or the policy's own weights."""
-    error = runs.refused(mode, {"residency": {"budget_gb": 1e-5}})
+    error = runs.refused(mode, {"offload": {"budget_gb": 1e-5}})
     part = "policy"
     if publishes(mode):
         part = "engine 0.107" if mode.engine == "vllm" else "engine"
-    assert "stage train: residency.budget_gb: the budget is 1e-05 GB, and the phase `rollout` needs" in error
+    assert "stage train: offload.budget_gb: the budget is 1e-05 GB, and the phase `rollout` needs" in error
     assert f"({part}" in error
 
 

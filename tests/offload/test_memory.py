@@ -23,7 +23,7 @@ WIDE = {"hidden_size": 640, "layers": 4, "heads": 4, "kv_heads": 2, "intermediat
 CHANGES: dict[str, Any] = {
     "model": {"new": WIDE},
     "stages": None,
-    "steps": 3,
+    "steps": 2,
     "algorithm": {"name": "ppo", "kl": 0.1},
     "rollout": {"batch": 2, "group_size": 2, "max_new_tokens": 4},
     "evaluation": None,
@@ -64,9 +64,9 @@ print(before, held, peak_rss(), lifetime_peak_rss())
     assert lifetime >= before + 90 * MB
 
 
-def rows(folder: Path, name: str, residency: Any) -> list[dict[str, Any]]:
+def rows(folder: Path, name: str, offload: Any) -> list[dict[str, Any]]:
     """Metrics of a run in a process of its own."""
-    (folder / "run.yaml").write_text(yaml.safe_dump(merged(RUN, CHANGES | {"residency": residency})))
+    (folder / "run.yaml").write_text(yaml.safe_dump(merged(RUN, CHANGES | {"offload": offload})))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, name], cwd=folder, env=environment, capture_output=True, text=True
@@ -92,7 +92,7 @@ def test_the_peak_is_the_largest_phase_and_not_the_sum(tmp_path: Path) -> None:
     CHANGES["rewards"] = [{"name": "model", "path": str(reward_model(tmp_path / "judge"))}]
     everything, held = rows(tmp_path, "everything", ROOMY), rows(tmp_path, "held", TIGHT)
     assert [row["loss"] for row in everything] == [row["loss"] for row in held]
-    weights = [(tmp_path / name / "checkpoints/step-000003/model.safetensors") for name in ("everything", "held")]
+    weights = [(tmp_path / name / "checkpoints/step-000002/model.safetensors") for name in ("everything", "held")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     policy, judge = weights[0].stat().st_size, (tmp_path / "judge/model.safetensors").stat().st_size
     rollout, train = policy + judge, 7 * policy  # policy and critic with two moments each, and gradients of one of them

@@ -74,6 +74,6 @@ def test_the_error_names_phase_components_and_sizes() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_offload(some, PHASES, 5e9, where="stage rl: ")
     assert str(caught.value) == (
-        "stage rl: residency.budget_gb: the budget is 5 GB, and the phase `train` needs 6 GB on the device (policy 2, "
+        "stage rl: offload.budget_gb: the budget is 5 GB, and the phase `train` needs 6 GB on the device (policy 2, "
         "critic optimizer 4); raise budget_gb, or make the models smaller"
     )

@@ -131,7 +131,7 @@ def test_feedback_is_found_as_soon_as_there_is_any(tmp_path: Path) -> None:
 
 def test_sources_are_opened_before_the_first_stage_runs(tmp_path: Path) -> None:
     other = started(tmp_path, "other", steps=1)
-    told = SFT | {"name": "told", "experts": {"sources": [str(other)]}}
+    told = SFT | {"name": "told", "offline_data": {"sources": [str(other)]}}
     with pytest.raises(ConfigError, match=f"{other} has no buffer.sqlite"):
         started(tmp_path, algorithm=None, trainer=None, rewards=None, rollout=None, stages=[SFT, told])
     assert not read_metrics(tmp_path / "out")
@@ -141,7 +141,7 @@ def test_evaluating_a_run_opens_no_buffer(tmp_path: Path) -> None:
     other = started(tmp_path, "other", steps=1, buffer={"store": "sql"})
     desk = open_feedback(other)
     desk.submit([DemonstrateRequest(author="ann", task="mine", prompt="1+1=", response="2 #2")])
-    mixed = {"algorithm": {"name": "mix"}, "experts": {"sources": [str(other)]}, "max_staleness": 1}
+    mixed = {"algorithm": {"name": "mix"}, "offline_data": {"sources": [str(other)]}, "max_staleness": 1}
     held_out = {"taskset": yaml.safe_load(tiny_run(tmp_path).read_text())["taskset"], "limit": 4, "at_start": False}
     out = started(tmp_path, steps=1, evaluation=held_out, **mixed)
     (other / DATABASE_FILE).write_bytes(b"no database")
@@ -165,7 +165,7 @@ def test_pairs_of_another_run_alone_are_enough_for_all_stages(
     open_feedback(first).submit(prefer)
     start = {"path": str(first / "checkpoints/step-000003"), "new": None}
     held_out = yaml.safe_load(tiny_run(tmp_path).read_text())["evaluation"]
-    stages = [PAIRS | {"name": name, "experts": {"sources": [str(first)]}} for name in ("one", "two")]
+    stages = [PAIRS | {"name": name, "offline_data": {"sources": [str(first)]}} for name in ("one", "two")]
     changes = {"algorithm": None, "taskset": None, "rollout": {"batch": None, "group_size": None}, "trainer": None}
     changes |= {"model": start, "stages": stages, "evaluation": held_out, "checkpoint": {"every": 1, "keep_last": 9}}
     out = started(tmp_path, **changes)

@@ -86,5 +86,5 @@ def test_a_run_that_begins_again_forgets_who_worked_on_it(tmp_path: Path) -> Non
     (out / "processes").mkdir(parents=True)
     (out / "processes" / "explorer-9.json").write_text("{}")
     with pytest.raises(ConfigError, match="the budget is"):
-        rollmill.run(tiny_run(tmp_path, residency={"budget_gb": 1e-6}), out=out)
+        rollmill.run(tiny_run(tmp_path, offload={"budget_gb": 1e-6}), out=out)
     assert not (out / "processes" / "explorer-9.json").exists()

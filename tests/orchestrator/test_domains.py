@@ -185,7 +185,7 @@ def test_what_domains_cannot_have_is_said(tmp_path: Path, changes: dict[str, Any
     [
         ({"rollout": {"group_size": 1}}, "domains.words.rollout.group_size: advantage"),
         ({"workflow": "environment"}, "environment: workflow `environment` acts in one"),
-        ({"workflow": {"name": "traffic"}}, "domains.words.workflow: workflow `traffic` has no tasks"),
+        ({"workflow": {"name": "live_requests"}}, "domains.words.workflow: workflow `live_requests` has no tasks"),
         ({"algorithm": {"name": "grpo", "masks": ["entropy_quantile"]}}, "domains.words.algorithm.masks"),
         ({"rewards": []}, "domains.words.rewards: algorithm"),
         ({"weight": [[5, 1], [2, 1]]}, "rising steps"),
@@ -213,7 +213,7 @@ def test_two_rewards_that_decide_the_same_task_are_refused(tmp_path: Path, capsy
     assert main(["check", str(run_file(tmp_path, domains_of(tmp_path, **twice)))]) == 2
     told = capsys.readouterr().err
     assert "the rewards `exact` and `math` both say whether the answer of task `words:0` is right" in told
-    said = twice | {"judging": {"verdicts": "several"}}
+    said = twice | {"reward_settings": {"verdicts": "several"}}
     assert main(["check", str(run_file(tmp_path, domains_of(tmp_path, **said)))]) == 0
 
 
@@ -288,7 +288,7 @@ def test_a_row_names_its_workflow(tmp_path: Path) -> None:
     ("names", "says"),
     [
         (["twice", "unheard_of"], "rows.jsonl:2: the workflow (column by) is 'unheard_of', and there is none of that"),
-        (["traffic"], "rows.jsonl:1: the workflow (column by) is 'traffic', which has no tasks"),
+        (["live_requests"], "rows.jsonl:1: the workflow (column by) is 'live_requests', which has no tasks"),
         ([None, "tools"], "task `rows:1` names the workflow `tools` (taskset.fields.workflow), which cannot"),
     ],
 )

@@ -136,7 +136,8 @@ def test_a_set_may_show_worked_examples_of_the_training_tasks(tmp_path: Path) ->
 
 
 def test_every_set_is_measured_as_it_asks(tmp_path: Path) -> None:
-    summary = started(tmp_path, evaluation=EVALUATION, stages=[SFT | {"steps": 2}, GRPO | {"steps": 4}])
+    stages = [SFT | {"steps": 2}, GRPO | {"steps": 4}]
+    summary = started(tmp_path, evaluation=EVALUATION, stages=stages, monitor={"report": True})
     rows = [row for row in read_metrics(tmp_path / "out") if any(key.startswith("eval/") for key in row)]
     assert [row["step"] for row in rows] == [0, 2, 4, 6]
     for row in rows:
@@ -350,7 +351,7 @@ async def counts(task, policy, tools):
 @pytest.mark.parametrize(
     ("workflow", "message"),
     [
-        ("traffic", "evaluation.sets.own.workflow: workflow `traffic` waits for an application"),
+        ("live_requests", "evaluation.sets.own.workflow: workflow `live_requests` waits for an application"),
         ("tools", "evaluation.sets.own.workflow: workflow `tools` calls tools; add some"),
         ("judged", "evaluation.sets.own.workflow.by: no model `scorer`"),
     ],

@@ -116,7 +116,7 @@ def test_under_nohup_a_closed_terminal_does_not_end_a_run() -> None:
 @pytest.mark.slow
 def test_interrupted_with_rewards_under_way_keeps_them(server: Forks, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SLOW_REWARD.format(0.02))
-    tiny_run(tmp_path, **ONLY_RL | {"steps": 30}, max_staleness=1, rewards=MINE, evaluation=None)
+    tiny_run(tmp_path, **ONLY_RL | {"steps": 10}, max_staleness=1, rewards=MINE, evaluation=None)
     assert server.run("run", "run.yaml", "--out", "whole", folder=tmp_path).code == 0
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
     assert server.reaches(lambda: steps(tmp_path / "out") >= 1)
@@ -357,7 +357,7 @@ def test_with_no_whole_checkpoint_left_a_run_says_so_and_does_not_begin_again(
 def test_two_damaged_checkpoints_cost_their_steps_and_no_more(server: Forks, tmp_path: Path, store: str) -> None:
     replay = {"groups": 2, "order": "priority", "priority": "advantage", "max_uses": 3, "decay": 0.8}
     changes = ONLY_RL | {"max_staleness": 1, "pipeline": [{"name": "group_variance"}], "checkpoint": {"keep_last": 9}}
-    tiny_run(tmp_path, **changes, buffer={"store": store, "replay": replay}, taskset={"order": "prioritised"})
+    tiny_run(tmp_path, **changes, buffer={"store": store, "replay": replay}, taskset={"sampler": "prioritised"})
     assert server.run("run", "run.yaml", "--out", "out", folder=tmp_path).code == 0
     expected, found = outcome(tmp_path / "out"), checkpoints_of(tmp_path)
     assert len(found) >= 3

@@ -70,7 +70,7 @@ def mixing(told: Path, **operator: Any) -> dict[str, Any]:
         "algorithm": {"name": "mix"},
         "plugins": [str(told.parent / "mine.py")],
         "pipeline": [{"name": "polite", **operator}],
-        "experts": {"sources": [str(told)]},
+        "offline_data": {"sources": [str(told)]},
         "checkpoint": {"every": 1, "keep_last": 9},
         "steps": 3,
     }

@@ -25,13 +25,13 @@ EVERYTHING: dict[str, Any] = {"optimizer": "disk", "cache": "destroyed"}
 RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}, "steps": 4}
 PPO = RL | {
     "algorithm": {"name": "ppo", "kl": {"coefficient": 0.1, "refresh_every": 2}},
-    "residency": EVERYTHING | {"reference": "disk", "critic": "disk", "critic_optimizer": "memory"},
+    "offload": EVERYTHING | {"reference": "disk", "critic": "disk", "critic_optimizer": "memory"},
 }
-CAST = RL | {"trainer": {"precision": "bf16"}, "residency": EVERYTHING | {"policy": "disk", "cast": "destroyed"}}
-SFT = RL | {"algorithm": {"name": "sft", "batch": 8}, "residency": EVERYTHING}
+CAST = RL | {"trainer": {"precision": "bf16"}, "offload": EVERYTHING | {"policy": "disk", "cast": "destroyed"}}
+SFT = RL | {"algorithm": {"name": "sft", "batch": 8}, "offload": EVERYTHING}
 SFT |= {"rollout": {"batch": None, "group_size": None}}
 STALE = RL | {"max_staleness": 1, "algorithm": {"name": "grpo", "kl": 0.1}}
-STALE |= {"residency": EVERYTHING | {"reference": "disk"}}
+STALE |= {"offload": EVERYTHING | {"reference": "disk"}}
 RANKS = PPO | {"trainer": {"lr": 1e-3, "ranks": 2}}
 
 
@@ -53,20 +53,20 @@ def same(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("changes", [PPO, CAST, SFT, STALE, RANKS], ids=["ppo", "cast", "sft", "stale", "ranks"])
 def test_the_same_numbers_with_and_without(tmp_path: Path, changes: dict[str, Any]) -> None:
     with_it = started(tmp_path / "with", **changes)
-    without = started(tmp_path / "without", **changes | {"residency": "none"})
+    without = started(tmp_path / "without", **changes | {"offload": "none"})
     assert same(with_it) == same(without)
     row = read_metrics(with_it)[2]
     assert row["memory/train"] > 0.01
     assert row["residency/optimizer/gb"] > 0
     assert row["seconds/move"] > 0
     assert "memory/train" not in read_metrics(without)[2]
-    assert not any("residency" in path.name for path in with_it.iterdir())
+    assert not any("offload" in path.name for path in with_it.iterdir())
 
 
 @pytest.mark.slow
 def test_a_run_with_several_stages_and_the_default_plan(tmp_path: Path) -> None:
     plain = started(tmp_path / "plain")
-    found = started(tmp_path / "auto", residency={"budget_gb": 0.0003})
+    found = started(tmp_path / "auto", offload={"budget_gb": 0.0003})
     assert same(found) == same(plain)
 
 
@@ -88,7 +88,7 @@ def test_reward_models_leave_while_the_trainer_works(tmp_path: Path) -> None:
     stages = [{"name": name, "algorithm": {"name": "grpo"}, "steps": 2} for name in ("first", "second")]
     changes = {"stages": stages, "trainer": {"lr": 1e-3}, "rewards": rewards, "checkpoint": {"keep_best": False}}
     plan = EVERYTHING | {"rewards": "disk"}
-    found = started(tmp_path / "with", **changes, residency=plan)
+    found = started(tmp_path / "with", **changes, offload=plan)
     assert same(found) == same(started(tmp_path / "without", **changes))
     assert read_metrics(found)[2]["residency/rewards/gb"] > 0
     assert read_metrics(found)[2]["reward/mean"] != 0
@@ -97,7 +97,7 @@ def test_reward_models_leave_while_the_trainer_works(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{"algorithm": {"name": "distill"}, "residency": {"teacher": "disk"}}, {"residency": {"optimizer": "disk"}}],
+    [{"algorithm": {"name": "distill"}, "offload": {"teacher": "disk"}}, {"offload": {"optimizer": "disk"}}],
     ids=["distill", "lora"],
 )
 def test_teachers_and_adapters(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -108,11 +108,11 @@ def test_teachers_and_adapters(tmp_path: Path, changes: dict[str, Any]) -> None:
     changes = RL | {"model": {"path": str(folder), "new": None, **lora}, "steps": 2, "evaluation": None} | changes
     changes |= {"rollout": {"max_new_tokens": 8}, "rewards": [{"name": "format", "pattern": ".*[a-m].*"}]}
     found = started(tmp_path / "with", **changes)
-    assert same(found) == same(started(tmp_path / "without", **changes | {"residency": "none"}))
+    assert same(found) == same(started(tmp_path / "without", **changes | {"offload": "none"}))
     assert any(key.startswith("residency/") for key in read_metrics(found)[1])
 
 
-@pytest.mark.parametrize("changes", [PPO, CAST, RL | {"residency": "auto"}], ids=["ppo", "cast", "auto"])
+@pytest.mark.parametrize("changes", [PPO, CAST, RL | {"offload": "auto"}], ids=["ppo", "cast", "auto"])
 def test_sizes_are_known_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
@@ -161,7 +161,7 @@ def test_resume_goes_on_from_a_checkpoint_that_was_written_while_things_were_awa
 @pytest.mark.slow
 def test_an_interrupted_and_a_killed_run_leave_no_files_and_resume(server: Forks, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
-    changes = PPO | {"residency": PPO["residency"] | {"folder": "elsewhere"}, "steps": 24, "checkpoint": {"every": 2}}
+    changes = PPO | {"offload": PPO["offload"] | {"folder": "elsewhere"}, "steps": 24, "checkpoint": {"every": 2}}
     tiny_run(tmp_path, **changes)
     assert server.run("run", "run.yaml", "--out", "whole", folder=tmp_path).code == 0
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
@@ -180,21 +180,21 @@ def test_what_cannot_fit_is_said_before_the_run_starts(tmp_path: Path) -> None:
     small = {"name": "small", "algorithm": {"name": "sft", "batch": 4}, "steps": 2}
     large = {"name": "large", "algorithm": {"name": "ppo"}, "steps": 2}
     text = (
-        r"^stage large: residency.budget_gb: the budget is 0.0002 GB, and the phase `train` needs 0.000288 GB on the "
+        r"^stage large: offload.budget_gb: the budget is 0.0002 GB, and the phase `train` needs 0.000288 GB on the "
         r"device \(gradients 4.12e-05, policy 4.11e-05, optimizer 8.22e-05, critic 4.12e-05, "
         r"critic optimizer 8.25e-05\)"
     )
     with pytest.raises(ConfigError, match=text):
-        started(tmp_path, stages=[small, large], residency={"budget_gb": 0.0002})
+        started(tmp_path, stages=[small, large], offload={"budget_gb": 0.0002})
     assert not (tmp_path / "out/checkpoints").exists()
-    bf16 = {"trainer": {"precision": "bf16"}, "residency": {"budget_gb": 0.0001}}
+    bf16 = {"trainer": {"precision": "bf16"}, "offload": {"budget_gb": 0.0001}}
     with pytest.raises(ConfigError, match="phase `train` needs"):
         started(tmp_path / "b", **RL | bf16)
 
 
 def test_the_plan_is_announced(tmp_path: Path) -> None:
     said = io.StringIO()
-    changes = RL | {"residency": {"optimizer": "disk"}, "steps": 1, "evaluation": None}
-    run(tiny_run(tmp_path, **changes), out=tmp_path / "out", view=PlainView(said))
-    assert "residency: optimizer on disk in rollout and inference; GB by phase: rollout" in said.getvalue()
+    changes = RL | {"offload": {"optimizer": "disk"}, "steps": 1, "evaluation": None}
+    run(tiny_run(tmp_path, **changes, monitor={"report": True}), out=tmp_path / "out", view=PlainView(said))
+    assert "offload: optimizer on disk in rollout and inference; GB by phase: rollout" in said.getvalue()
     assert "Memory" in (tmp_path / "out/report.html").read_text()

@@ -1,4 +1,4 @@
-"""A served application's traffic and feedback train the model behind it."""
+"""An application's live requests and feedback train the model behind it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RUN: dict[str, Any] = {
     "steps": 8,
     "max_staleness": 4,
     "model": {"path": "model"},
-    "workflow": "traffic",
+    "workflow": "live_requests",
     "rollout": {"batch": 16, "max_new_tokens": 4},
     "algorithm": {"name": "reinforce_plus_plus"},
     "trainer": {"lr": 3e-3, "precision": "fp32"},
@@ -277,7 +277,7 @@ def test_sessions_that_began_alike_are_compared(tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "steps": 1,
         "rollout": {"batch": 1, "group_size": 4, "max_new_tokens": 4},
-        "workflow": {"name": "traffic", "group": "prompt"},
+        "workflow": {"name": "live_requests", "group": "prompt"},
         "algorithm": {"name": "grpo"},
     }
     train(run_file(tmp_path, **changes), application, tmp_path / "out")
@@ -377,7 +377,7 @@ def test_sessions_that_wait_for_others_are_still_there_when_the_run_goes_on(tmp_
     changes: dict[str, Any] = {
         "steps": 1,
         "rollout": {"batch": 1, "group_size": 2, "max_new_tokens": 4},
-        "workflow": {"name": "traffic", "group": "prompt"},
+        "workflow": {"name": "live_requests", "group": "prompt"},
         "algorithm": {"name": "grpo"},
     }
     with pytest.raises(KeyboardInterrupt):
@@ -430,14 +430,14 @@ def test_a_session_is_written_down_before_its_commit_is_answered(
         ({"algorithm": {"name": "remax"}}, "compares with a greedy completion, which no application makes"),
         ({"buffer": {"store": "memory"}}, "would be lost with the process; use `sql`"),
         ({"max_staleness": 0}, "max_staleness: conversations go on while weights change"),
-        ({"rewards": [{"name": "math"}]}, "rewards: not honoured by workflow `traffic`"),
+        ({"rewards": [{"name": "math"}]}, "rewards: not honoured by workflow `live_requests`"),
         ({"rollout": {"group_size": 2}}, "group_size: not honoured with workflow.group `session`"),
-        ({"rollout": {"oversample": 0.5}}, "oversample: not honoured by workflow `traffic`"),
-        ({"rollout": {"token_budget": 9}}, "token_budget: not honoured by workflow `traffic`"),
-        ({"taskset": {"function": "a:b"}}, "taskset: not honoured by workflow `traffic`"),
+        ({"rollout": {"oversample": 0.5}}, "oversample: not honoured by workflow `live_requests`"),
+        ({"rollout": {"token_budget": 9}}, "token_budget: not honoured by workflow `live_requests`"),
+        ({"taskset": {"function": "a:b"}}, "taskset: not honoured by workflow `live_requests`"),
     ],
 )
-def test_what_cannot_learn_from_traffic_is_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+def test_what_cannot_learn_from_live_requests_is_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_run(run_file(tmp_path, **changes), require_files=False)
 

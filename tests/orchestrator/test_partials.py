@@ -120,7 +120,7 @@ def test_resumed_behind_a_checkpoint_a_run_goes_on_with_what_was_put_away(
             marks=pytest.mark.thorough,
         ),
         pytest.param({"rollout": {"oversample": 0.75}}, marks=pytest.mark.thorough),
-        {"rollout": {"oversample": 0.5}, "max_staleness": 1, "taskset": {"order": "prioritised"}},
+        {"rollout": {"oversample": 0.5}, "max_staleness": 1, "taskset": {"sampler": "prioritised"}},
     ],
 )
 def test_resumed_behind_any_checkpoint_a_run_is_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:

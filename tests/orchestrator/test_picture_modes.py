@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "ranks": {"trainer": {"lr": 1e-3, "ranks": 2}},
     "fsdp": {"trainer": {"lr": 1e-3, "ranks": 2, "sharding": "fsdp"}},
     "context": {"trainer": {"lr": 1e-3, "ranks": 2, "sharding": "context"}},
-    "residency": {"residency": "auto"},
+    "offload": {"offload": "auto"},
     "whole model": {"trainer": {"lr": 1e-3, "gradient_checkpointing": True, "freeze": []}},
     "mix": {"algorithm": {"name": "mix"}},
     "critic": {"algorithm": {"name": "ppo"}},

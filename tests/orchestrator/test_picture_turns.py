@@ -139,9 +139,14 @@ def test_a_workflow_shows_pictures_in(flow: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_traffic_with_pictures_is_trained_on(tmp_path: Path) -> None:
+def test_live_requests_with_pictures_are_trained_on(tmp_path: Path) -> None:
     """Sessions of OpenAI's client; those with equal words and other pictures are not compared with each other."""
-    changes = {"workflow": {"name": "traffic", "group": "prompt"}, "taskset": None, "rewards": None, "plugins": None}
+    changes = {
+        "workflow": {"name": "live_requests", "group": "prompt"},
+        "taskset": None,
+        "rewards": None,
+        "plugins": None,
+    }
     path = turns_run(tmp_path, "", max_staleness=2, steps=2, rollout=ROLLOUT | {"group_size": 2}, **changes)
     url = [_url(tmp_path / f"data/{number}.png") for number in range(4)]
 

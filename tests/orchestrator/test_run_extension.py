@@ -102,7 +102,7 @@ def test_what_would_make_a_run_inconsistent_is_refused(finished: Path, tmp_path:
     assert (run / "config.yaml").read_text() == before
     assert read_events(run, CHANGED) == []
     assert change_settings(run, ["steps=3"]) == []
-    assert change_settings(run, ["checkpoint.every=7", "monitor.report=false"]) == [
+    assert change_settings(run, ["checkpoint.every=7", "monitor.report=true"]) == [
         "checkpoint.every 2 -> 7",
-        "monitor.report true -> false",
+        "monitor.report false -> true",
     ]

@@ -79,7 +79,7 @@ def test_rewards_of_the_next_batch_are_judged_while_the_trainer_works(
         max_staleness=1,
         rewards=[{"name": "python", "function": str(tmp_path / "mine.py") + ":mine", "run_in": "thread"}],
         rollout={"group_size": 2},
-        taskset={"order": "sequential"},
+        taskset={"sampler": "sequential"},
         evaluation=None,
     )
     assert during == [8, 8, 8, 0]
@@ -103,6 +103,7 @@ def test_inference_goes_on_while_rewards_are_awaited_and_the_report_shows_it(tmp
         rewards=[{"name": "python", "function": str(tmp_path / "mine.py") + ":mine", "processes": 1}],
         rollout={"group_size": 2},
         evaluation=None,
+        monitor={"report": True},
     )
     [line] = [json.loads(line) for line in (tmp_path / "out/timeline.jsonl").read_text().splitlines()]
     assert (line["step"], line["stage"]) == (1, "train")
@@ -140,14 +141,14 @@ def test_a_reward_that_stays_without_verdicts_ends_the_run(tmp_path: Path, steps
         "import asyncio\nasync def mine(task, completion):\n    await asyncio.sleep(60)\n"
     )
     reward = {"name": "python", "function": f"{tmp_path}/mine.py:mine", "time_limit_s": 0.1}
-    judging = {"missing_steps": steps_in_a_row}
-    changes = RL | {"steps": 4, "rewards": [reward, {"name": "exact"}], "judging": judging, "evaluation": None}
+    settings = {"missing_steps": steps_in_a_row}
+    changes = RL | {"steps": 4, "rewards": [reward, {"name": "exact"}], "reward_settings": settings, "evaluation": None}
     path = tiny_run(tmp_path, **changes, checkpoint={"every": 1})
     if steps_in_a_row == 0:
         assert run(path, out=tmp_path / "out")["status"] == "done"
         return
     with pytest.raises(
-        RewardError, match=r"`mine` took too long .* it was so in 2 steps in a row, which judging\.miss"
+        RewardError, match=r"`mine` took too long .* it was so in 2 steps in a row, which reward_settings\.miss"
     ):
         run(path, out=tmp_path / "out")
     assert [row["step"] for row in read_metrics(tmp_path / "out")] == [1, 2]
@@ -184,7 +185,7 @@ def test_a_stage_stops_early_and_the_next_one_begins(tmp_path: Path) -> None:
 def test_a_run_that_learns_nothing_says_so_once_and_may_stop(tmp_path: Path, stops: bool) -> None:
     out = io.StringIO()
     never = [{"name": "format", "pattern": "never written"}]
-    monitor = {"stuck_after": 2, "stop_when_stuck": stops}
+    monitor = {"stuck_after": 2, "stop_when_stuck": stops, "report": True}
     path = tiny_run(tmp_path, **RL, steps=5, rewards=never, evaluation=None, monitor=monitor)
     summary = run(path, out=tmp_path / "out", view=PlainView(out))
     assert summary["steps"] == (2 if stops else 5)

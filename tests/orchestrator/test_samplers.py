@@ -20,15 +20,15 @@ MIX: list[dict[str, Any]] = [
         "name": "a",
         "weight": 2,
         **TASKS,
-        "order": {"name": "prioritised", "skip_uniform": 1},
+        "sampler": {"name": "prioritised", "skip_uniform": 1},
         "pipeline": ["clean", "deduplicate", {"name": "sample", "n": 12}],
     },
-    {"name": "b", **TASKS, "options": {"size": 20, "seed": 3, "digits": 2}, "order": "posterior"},
+    {"name": "b", **TASKS, "options": {"size": 20, "seed": 3, "digits": 2}, "sampler": "posterior"},
     {
         "name": "c",
         **TASKS,
         "options": {"size": 9, "seed": 4, "digits": 2},
-        "order": {"name": "curriculum", "warmup": 2},
+        "sampler": {"name": "curriculum", "warmup": 2},
     },
 ]
 

@@ -479,7 +479,7 @@ def test_training_alone_on_what_the_buffer_holds(servers: list[Forks], tmp_path:
     tiny_run(tmp_path, **RL | {"steps": 3, "buffer": {"store": "sql"}})
     for argv in (
         ("run", "run.yaml", "--out", "made"),
-        ("buffer", "export", "made", "--to", "made.parquet", "--shelf", "usual"),
+        ("buffer", "export", "made", "--to", "made.parquet", "--kind", "usual"),
     ):
         assert servers[0].run(*argv, folder=tmp_path).code == 0
     start(servers[0], tmp_path, "train", "--set", "max_staleness=100")

@@ -69,7 +69,7 @@ def whole(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_killed_process_starts_again_and_the_run_is_that_of_before(
     server: Forks, whole: Path, tmp_path: Path
 ) -> None:
-    end = operated(server, tmp_path, ONCE + "os.kill(os.getpid(), signal.SIGKILL)")
+    end = operated(server, tmp_path, ONCE + "os.kill(os.getpid(), signal.SIGKILL)", monitor={"report": True})
     assert end.code == 0, end.err
     run = tmp_path / "out"
     assert outcome(run) == outcome(whole)

@@ -223,8 +223,8 @@ def test_imported_groups_are_learned_from_in_place_of_rollouts_and_nothing_gets_
 
 def test_demonstrations_need_something_to_imitate(tmp_path: Path) -> None:
     sft: dict[str, Any] = {"algorithm": {"name": "sft", "batch": 4}, "steps": 1}
-    told = sft | {"name": "told", "experts": {"sources": ["run"]}}
-    with pytest.raises(StoreError, match=r"stage told: nothing to learn from in experts.sources \(run\)"):
+    told = sft | {"name": "told", "offline_data": {"sources": ["run"]}}
+    with pytest.raises(StoreError, match=r"stage told: nothing to learn from in offline_data.sources \(run\)"):
         started(tmp_path, stages=[sft | {"name": "warm"}, told], algorithm=None, rewards=None, rollout=None)
 
 

@@ -22,7 +22,7 @@ PLUGINS = {
     "workflow": "import rollmill, sys\n@rollmill.workflow\nasync def mine(task, policy):\n    sys.exit('no licence')\n",
     "loss": "import rollmill, sys\n@rollmill.loss\ndef mine(batch):\n    sys.exit('no licence')\n",
     "advantage": "import rollmill, sys\n@rollmill.advantage\ndef mine(batch):\n    sys.exit('no licence')\n",
-    "sampler": "import rollmill, sys\n@rollmill.order\ndef mine(tasks):\n    sys.exit('no licence')\n",
+    "sampler": "import rollmill, sys\n@rollmill.sampler\ndef mine(tasks):\n    sys.exit('no licence')\n",
     "quietly": "import rollmill, sys\n@rollmill.advantage\ndef mine(batch):\n    sys.exit()\n",
 }
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "workflow": {"workflow": {"name": "mine"}, "rewards": None},
     "loss": {"algorithm": {"name": "grpo", "loss": {"name": "mine"}}},
     "advantage": {"algorithm": {"name": "grpo", "advantage": {"name": "mine"}}},
-    "sampler": {"taskset": {"order": {"name": "mine"}}},
+    "sampler": {"taskset": {"sampler": {"name": "mine"}}},
     "quietly": {"algorithm": {"name": "grpo", "advantage": {"name": "mine"}}},
 }
 

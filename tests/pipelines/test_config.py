@@ -203,7 +203,7 @@ WRONG = {
     ),
     "a judge that is slower than the deadline": (
         "[{name: verify, rewards: [{name: judge, endpoint: 'http://localhost:1/v1', model: m, deadline_s: 400}]}]",
-        "judging.deadline_s (300) is not above",
+        "reward_settings.deadline_s (300) is not above",
     ),
 }
 

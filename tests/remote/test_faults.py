@@ -298,7 +298,7 @@ def test_a_run_that_is_complete_when_ray_dies_is_done(server: Forks, tmp_path: P
         "        while not (self.folder / 'dead').exists():\n            time.sleep(0.01)\n"
         f"        time.sleep({closes_s})\n"
     )
-    more = {"plugins": ["slow.py"], "monitor": {"trackers": ["slow"]}, "steps": 2}
+    more = {"plugins": ["slow.py"], "monitor": {"trackers": ["slow"], "report": True}, "steps": 2}
     written(tmp_path, placement=ON_RAY, **more)
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
     assert server.reaches(lambda: (tmp_path / "out/closing").exists())

@@ -47,7 +47,7 @@ RUN: dict[str, Any] = {
     "evaluation": None,
     "checkpoint": {"every": 1, "keep_last": 99},
 }
-AWAY = {"engine": "destroyed", "policy": "disk", "optimizer": "disk", "reference": "disk"}
+OFFLOADED = {"engine": "destroyed", "policy": "disk", "optimizer": "disk", "reference": "disk"}
 RAY = {"placement": {"name": "ray", "explorers": 1, "cpus": 0.5}}
 
 
@@ -83,13 +83,13 @@ def test_whoever_is_killed_while_explorers_hold_nothing(
     server: Forks, explorers: Forks, tmp_path: Path, place: str
 ) -> None:
     """The explorer dies in the second update, the trainer in the third. Weights, rollouts and metrics are bit for bit
-    those of a run in one process without `residency`."""
+    those of a run in one process without `offload`."""
     plain = written(tmp_path / "plain")
     done = server.run("run", "run.yaml", "--out", "out", folder=plain)
     assert done.code == 0, done.err
 
     changes = RAY if place == "ray" else {"mode": "train", "trainer_away_s": 60}
-    folder = written(tmp_path / "split", residency=AWAY, monitor={"timeline_every": 1}, **changes)
+    folder = written(tmp_path / "split", offload=OFFLOADED, monitor={"timeline_every": 1}, **changes)
     out = folder / "out"
     for call in (2, 3):
         (folder / f"gate-{call}").touch()
@@ -144,8 +144,8 @@ def test_reward_models_of_explorers_leave_with_them(server: Forks, explorers: Fo
     rewards = [{"name": "model", "path": str(trained / "out/checkpoints/step-000001/reward_model")}]
     changes = {"rewards": rewards, "steps": 3, "mode": "train", "trainer_away_s": 60, "monitor": {"timeline_every": 1}}
     outs = []
-    for name, residency in (("with", AWAY | {"rewards": "disk"}), ("without", None)):
-        folder = written(tmp_path / name, residency=residency, **changes)
+    for name, offload in (("with", OFFLOADED | {"rewards": "disk"}), ("without", None)):
+        folder = written(tmp_path / name, offload=offload, **changes)
         server.start("run", "run.yaml", "--out", "out", folder=folder)
         explorers.start("run", "run.yaml", "--set", "mode=explore", "--out", "out", folder=folder)
         for each in (server, explorers):

@@ -129,7 +129,7 @@ def test_what_an_explorer_drops_because_it_begins_again_is_done_again() -> None:
     async def happens() -> None:
         handle = Unreliable()
         pool = WorkerPool("explorer", {"explorer 0": handle}, health_s=60, replacements=1)
-        await pool.begin("stage", SimpleNamespace(starts_away=False))
+        await pool.begin("stage", SimpleNamespace(starts_offloaded=False))
         calls = [
             asyncio.ensure_future(pool.call("rollout", "stage", SimpleNamespace(group=group, version=0)))
             for group in ("lost", "dropped")

@@ -251,7 +251,8 @@ def test_explorers_on_ray_come_and_go_while_the_run_trains(
     server: Forks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
-    run = long_run(tmp_path, placement={"name": "ray", "explorers": 1, "cpus": 0.5})
+    placement = {"name": "ray", "explorers": 1, "cpus": 0.5}
+    run = long_run(tmp_path, placement=placement, monitor={"report": True})
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
     require_reached(server, lambda: (run / "metrics.jsonl").is_file() and len(metrics(run)) >= 2)
     assert main(["scale", str(run), "--explorers", "9999"]) == 1

@@ -445,9 +445,9 @@ def test_an_endpoint_has_to_fail_before_judging_does(tmp_path: Path, capsys: pyt
     """Or else its completions would all be late, and the run would go on."""
     reward = {"name": "judge", "endpoint": "http://localhost:1/v1", "model": "m"}
     for deadline_s, code in ((240, 2), (241, 0)):
-        path = tiny_run(tmp_path, rewards=[reward], judging={"deadline_s": deadline_s})
+        path = tiny_run(tmp_path, rewards=[reward], reward_settings={"deadline_s": deadline_s})
         assert main(["check", str(path), "--no-data"]) == code
-    assert "judging.deadline_s (240) is not above deadline_s + try_s (240)" in capsys.readouterr().err
+    assert "reward_settings.deadline_s (240) is not above deadline_s + try_s (240)" in capsys.readouterr().err
 
 
 def test_a_run_with_judges_counts_each_step(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_one_probe_at_a_time() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)])
 def test_a_run_survives_its_judges_restart(server: Forks, tmp_path: Path, number: signal.Signals) -> None:
-    """The judge is away for longer than judging.deadline_s, rollout.deadline_s and supervise.stall_s."""
+    """The judge is away for longer than reward_settings.deadline_s, rollout.deadline_s and supervise.stall_s."""
     with ChatProcess(SEVEN) as judge:
         section = {"name": "judge", "endpoint": judge.url, "model": "m", "deadline_s": 4, "try_s": 1}
         tiny_run(
@@ -241,7 +241,7 @@ def test_a_run_survives_its_judges_restart(server: Forks, tmp_path: Path, number
             evaluation=None,
             steps=30,
             rewards=[section],
-            judging={"deadline_s": 6},
+            reward_settings={"deadline_s": 6},
             rollout={"deadline_s": 12},
             supervise={"stall_s": 10.0},
         )

@@ -1,4 +1,4 @@
-"""Completions of earlier epochs as drafts: the shelf, and runs that reuse."""
+"""Completions of earlier epochs as drafts: the cache, and runs that reuse."""
 
 from __future__ import annotations
 
@@ -35,44 +35,44 @@ def tokens(drafts: Any) -> list[list[int] | None]:
 
 
 def test_drafts_are_handed_out_once_by_index() -> None:
-    shelf = DraftCache(ReuseConfig())
-    _, slot = shelf.take("a", 2)
+    cache = DraftCache(ReuseConfig())
+    _, slot = cache.take("a", 2)
     slot[0], slot[1] = draft(1, 2), draft(3)
-    again, _ = shelf.take("a", 3)
+    again, _ = cache.take("a", 3)
     assert tokens(again) == [[1, 2], [3], None]
-    assert tokens(shelf.take("a", 2)[0]) == [None, None]
+    assert tokens(cache.take("a", 2)[0]) == [None, None]
 
 
 def test_of_two_rollouts_under_way_the_later_one_stays_whichever_ends_first() -> None:
-    shelf = DraftCache(ReuseConfig())
-    (_, first), (_, second) = shelf.take("a", 1), shelf.take("a", 1)
+    cache = DraftCache(ReuseConfig())
+    (_, first), (_, second) = cache.take("a", 1), cache.take("a", 1)
     second[0] = draft(2)
     first[0] = draft(1)
-    assert tokens(shelf.take("a", 1)[0]) == [[2]]
+    assert tokens(cache.take("a", 1)[0]) == [[2]]
 
 
 def test_the_tasks_rolled_out_longest_ago_are_forgotten() -> None:
-    shelf = DraftCache(ReuseConfig(tasks=2))
+    cache = DraftCache(ReuseConfig(tasks=2))
     for name in ("a", "b", "a", "c"):
-        shelf.take(name, 1)[1][0] = draft(1)
-    assert tokens(shelf.take("b", 1)[0]) == [None]
-    assert tokens(shelf.take("c", 1)[0]) == [[1]]
+        cache.take(name, 1)[1][0] = draft(1)
+    assert tokens(cache.take("b", 1)[0]) == [None]
+    assert tokens(cache.take("c", 1)[0]) == [[1]]
 
 
 @given(st.dictionaries(st.text(max_size=3), st.dictionaries(st.integers(0, 5), st.lists(st.integers(0, 99)))))
 @settings(max_examples=30)
-def test_a_shelf_goes_on_as_it_was_at_the_mark(held: dict[str, dict[int, list[int]]]) -> None:
-    shelf, other = DraftCache(ReuseConfig()), DraftCache(ReuseConfig())
+def test_a_cache_goes_on_as_it_was_at_the_mark(held: dict[str, dict[int, list[int]]]) -> None:
+    cache, other = DraftCache(ReuseConfig()), DraftCache(ReuseConfig())
     for name, drafts in held.items():
-        shelf.take(name, 9)[1].update({index: draft(*ids) for index, ids in drafts.items()})
-    shelf.mark()
+        cache.take(name, 9)[1].update({index: draft(*ids) for index, ids in drafts.items()})
+    cache.mark()
     for name in held:
-        shelf.take(name, 9)
-    other.load_state_dict(shelf.state_dict())
+        cache.take(name, 9)
+    other.load_state_dict(cache.state_dict())
     other.mark()
-    shelf.load_state_dict(other.state_dict())
+    cache.load_state_dict(other.state_dict())
     for name, drafts in held.items():
-        found = shelf.take(name, 9)[0]
+        found = cache.take(name, 9)[0]
         assert tokens(found) == [drafts.get(index) for index in range(9)]
         assert all(each is None or (each.top_probs == 0.5).all() for each in found)
 

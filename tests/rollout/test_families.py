@@ -415,7 +415,7 @@ def test_the_answer_of_a_single_turn_has_no_reasoning(name: str) -> None:
         async def run() -> list[Experience]:
             found = await explorer.rollout(task_of(chat), SamplingConfig(), n=1, seed=1, group="g")
             part = await explorer.part(task_of(chat), SamplingConfig(), n=1, seed=1, group="g")
-            await explorer.judge(task_of(chat), SamplingConfig(), part)
+            await explorer.score_part(task_of(chat), SamplingConfig(), part)
             return [*found, *part.experiences]
 
         found = asyncio.run(run())

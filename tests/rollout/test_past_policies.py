@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "vllm": ({"engine": "vllm"}, "`past` is not supported with engine `vllm`"),
     "ahead": ({"max_staleness": 1}, "`past` is not supported in stages that roll out ahead"),
     "ranks": ({"trainer": {"ranks": 2}}, r"`past` is not supported with trainer\.ranks 2"),
-    "residency": ({"residency": "auto", "trainer": {"precision": "bf16"}}, "`past` is not supported with `residency`"),
+    "offload": ({"offload": "auto", "trainer": {"precision": "bf16"}}, "`past` is not supported with `offload`"),
     "lora": (
         {"model": {"path": "folder", "new": None, "lora": {"rank": 2}}},
         r"model\.lora: models\.opponent is a mix",

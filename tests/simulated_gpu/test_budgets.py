@@ -26,7 +26,7 @@ from rollmill.types import Experience, experience_from_completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("simulated")]
 
-KERNELS_A_LAYER, KERNELS_BESIDE = 94, 25
+KERNELS_A_LAYER, KERNELS_BESIDE = 55, 25
 TRANSFERS_OF_A_STEP = 2
 CAPTURES_IN_CONVERSATIONS = 0.01
 TRANSFERS_OF_TRAINING = {"grpo": (35, 3), "ppo": (60, 7)}  # a step, and each micro-batch after the first

@@ -39,8 +39,8 @@ DEFECTS = [
     Defect(
         "uniform numbers stay on the host",
         "engines/native/model_runner.py",
-        "tokens, uniform_B = to_device([last, _next_uniforms(rows)], self._device)",
-        "[tokens], uniform_B = to_device([last], self._device), torch.from_numpy(_next_uniforms(rows))",
+        "tokens, uniform_B = to_device([last, next_uniforms(rows)], self._device)",
+        "[tokens], uniform_B = to_device([last], self._device), torch.from_numpy(next_uniforms(rows))",
         BF16,
     ),
     Defect(

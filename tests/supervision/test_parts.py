@@ -142,7 +142,7 @@ def test_smaller_settings_are_those_that_needed_the_memory(tmp_path: Path) -> No
 def test_the_limit_of_stalls_exceeds_every_deadline(tmp_path: Path) -> None:
     loaded = load_run(tiny_run(tmp_path))
     assert loaded.config.supervise.stall_limit(loaded.stages) == 900.0
-    loaded = load_run(tiny_run(tmp_path, judging={"deadline_s": 3000.0}))
+    loaded = load_run(tiny_run(tmp_path, reward_settings={"deadline_s": 3000.0}))
     assert loaded.config.supervise.stall_limit(loaded.stages) > 3000.0
     assert SupervisionConfig(stall_s=5.0).stall_limit(loaded.stages) == 5.0
 

@@ -24,7 +24,7 @@ def domains_of(folder: Path, **changes: Any) -> dict[str, Any]:
         "evaluation": {"taskset": HELD_OUT},
     }
     words: dict[str, Any] = {
-        "taskset": {"path": "words.jsonl", "order": "sequential"},
+        "taskset": {"path": "words.jsonl", "sampler": "sequential"},
         "rewards": [{"name": "format", "pattern": "[0-4A-C]"}, {"name": "repetition", "weight": 0.5}],
         "rollout": {"max_new_tokens": 6, "group_size": 3, "temperature": 0.8},
         "algorithm": {"name": "dr_grpo"},

@@ -82,7 +82,7 @@ def make_run(folder: Path, steps: int = 2) -> Path:
     return folder
 
 
-def shelf(desk: FeedbackService, name: ExperienceKind) -> list[Group]:
+def of_kind(desk: FeedbackService, name: ExperienceKind) -> list[Group]:
     """What a reader of the store finds."""
     return [group for _, group in desk.acts._store.read(name)]
 
@@ -90,7 +90,7 @@ def shelf(desk: FeedbackService, name: ExperienceKind) -> list[Group]:
 def everything(desk: FeedbackService) -> dict[str, list[Group]]:
     """All that a training run would read of feedback."""
     return {
-        str(name): shelf(desk, name)
+        str(name): of_kind(desk, name)
         for name in (ExperienceKind.RATED, ExperienceKind.EXPERT, ExperienceKind.PREFERENCE)
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 4
-SEQUENTIAL = {"order": "sequential"}
+SEQUENTIAL = {"sampler": "sequential"}
 """Tasks in their order, so that a group and its task have the same number."""
 
 _HOLDING = """

@@ -128,7 +128,11 @@ def _assert_equal(metrics: list[dict[str, float]], gradients: dict[str, list[Ten
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.float64, id="float64")]
+    "dtype",
+    [
+        pytest.param(torch.float32, id="fp32", marks=[pytest.mark.slow, pytest.mark.thorough]),
+        pytest.param(torch.float64, id="float64"),
+    ],
 )
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CUT])
 def test_loss_and_gradient_do_not_depend_on_rows(

@@ -63,7 +63,9 @@ def test_every_algorithm_has_a_formula() -> None:
 @pytest.mark.parametrize(
     ("dtype", "forward", "bound"),
     [
-        pytest.param(torch.float32, plain_logprobs, 1e-5, id="fp32 unpacked", marks=pytest.mark.slow),
+        pytest.param(
+            torch.float32, plain_logprobs, 1e-5, id="fp32 unpacked", marks=[pytest.mark.slow, pytest.mark.thorough]
+        ),
         pytest.param(torch.float64, padded_logprobs, 4e-6, id="float64 padded"),
     ],
 )

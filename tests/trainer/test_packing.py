@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,35 +53,48 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "changes"), CASES, ids=[c[0] for c in CASES])
+@dataclass
+class Plain:
+    """A model, a batch, and what plain transformers makes of it: log-probs, entropies and gradients."""
+
+    model: Any
+    batch: list[Any]
+    values: tuple[torch.Tensor, torch.Tensor]
+    gradients: torch.Tensor
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[c[0] for c in CASES])
+def plain(request: pytest.FixtureRequest, toy: Any, make_batch: Any) -> Plain:
+    architecture, changes = request.param
+    model, batch = toy(architecture, **changes), make_batch(demonstrations=2)
+    values = _plain(model, batch)
+    return Plain(model, batch, values, _gradients(model, values))
+
+
+def _gradients(model: Any, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Those of a weighted sum of all log-probs and entropies."""
+    logprobs, entropies = values
+    weight = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    (weight @ logprobs + weight.flip(0) @ entropies).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(
     ("budget", "kind"),
     [(1, "masked"), (60, "masked"), (60, "products"), (10_000, "masked"), (60, "no mask"), (10_000, "no mask")],
 )
 def test_values_and_gradients_equal_plain_forward(
-    toy: Any,
-    make_batch: Any,
-    architecture: str,
-    changes: dict[str, Any],
-    share: bool,
-    budget: int,
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
+    plain: Plain, share: bool, budget: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "prefers_products", lambda q, k: kind == "products")  # as bf16 on a CPU, in fp32
     monkeypatch.setattr(attention_blocks, "LONG", 0 if kind == "no mask" else 1 << 60)
-    model, batch = toy(architecture, **changes), make_batch(demonstrations=2)
-    expected, got = _plain(model, batch), _packed(model, batch, budget, share)
-    for a, b in zip(got, expected, strict=True):
+    got = _packed(plain.model, plain.batch, budget, share)
+    for a, b in zip(got, plain.values, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    weight = torch.randn(len(expected[0]), generator=torch.Generator().manual_seed(1))
-    gradients = []
-    for logprob, entropy in (expected, got):
-        model.zero_grad()
-        (weight @ logprob + weight.flip(0) @ entropy).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert (gradients[1] - gradients[0]).norm() < 1e-5 * gradients[0].norm()
+    difference = _gradients(plain.model, got) - plain.gradients
+    assert difference.norm() < 1e-5 * plain.gradients.norm()
 
 
 def test_long_segments_of_interleaved_parents_attend_as_with_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:

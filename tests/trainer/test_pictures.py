@@ -1,4 +1,4 @@
-"""Critic and teachers that see: values and next-token distributions equal those of the models' own forward pass."""
+"""Vision-language critics and teachers: values and next-token distributions equal those of the models' own pass."""
 
 from __future__ import annotations
 

@@ -69,11 +69,11 @@ def session(request: pytest.FixtureRequest) -> None:
 
 @contextmanager
 def ranked(
-    model: Any, folder: Path, crew: RankLauncher | None, plugins: tuple[Path, ...] = (), **keys: Any
+    model: Any, folder: Path, launcher: RankLauncher | None, plugins: tuple[Path, ...] = (), **keys: Any
 ) -> Iterator[Any]:
     settings = {"lr": 1e-3, "eps": 1e-4, "micro_batch_tokens": 40, "updates_per_batch": 2, "ranks": 2}
     plan = replace(TrainerSpec(OPTIONS, TrainerConfig(**settings | keys), "fp32", 10, LIMIT, seed=3), plugins=plugins)
-    trainer = DistributedTrainer(plan, model, None, CPU, folder, crew)
+    trainer = DistributedTrainer(plan, model, None, CPU, folder, launcher)
     try:
         yield trainer
     finally:

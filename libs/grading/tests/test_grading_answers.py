@@ -226,6 +226,7 @@ def test_all_completions_of_chat_models_against_math_verify() -> None:
     assert peer[1] > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_corpus_against_math_verify(data_dir: Path) -> None:
     rows = [row for bank in BANKS for row in bank_of(data_dir, bank)]

@@ -149,7 +149,8 @@ class RunSettings(TypedDict, total=False):
     rollouts use weights that are up to N - 1 steps old. Needs max_staleness of at least N - 1, which bounds the
     staleness of every token as before."""
     taskset: DatasetLike
-    """Tasks to roll out or imitate. Required unless a stage learns from `experts.sources` alone, or has `domains`."""
+    """Tasks to roll out or imitate. Required unless a stage learns from `offline_data.sources` alone, or has `domains`.
+    """
     workflow: SectionLike
     """Rollout procedure of a task: a name or a section."""
     environment: SectionLike | None
@@ -162,7 +163,7 @@ class RunSettings(TypedDict, total=False):
     """Rollouts for training."""
     engine: SectionLike
     """Inference engine that generates completions: a name or a section."""
-    judging: SectionLike
+    reward_settings: SectionLike
     """Settings of the reward manager, shared by all rewards."""
     models: Mapping[str, SectionLike]
     """Models besides the policy, such as an opponent or a judge. A workflow receives each one as the parameter of its
@@ -171,11 +172,11 @@ class RunSettings(TypedDict, total=False):
     """Operators that verify, drop, change or create experiences before the trainer sees them, in order."""
     buffer: SectionLike
     """Storage of verified experiences until the trainer reads them, and replay."""
-    experts: SectionLike
+    offline_data: SectionLike
     """Demonstrations and preferences for algorithms that learn from them."""
     trainer: SectionLike
     """Optimizer, batch splitting and distribution."""
-    residency: SectionLike | None
+    offload: SectionLike | None
     """Offloading of models and optimizer states in phases that do not need them: `none`, `auto` (only what does not
     fit), or a section."""
     evaluation: SectionLike | None
@@ -213,7 +214,7 @@ class RunSettings(TypedDict, total=False):
     plugins: Sequence[str | Path]
     """Python files to import before the run file is checked. Components that they register (`@rollmill.reward`,
     `@rollmill.loss`, `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`,
-    `@rollmill.order`, `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) are available by name."""
+    `@rollmill.sampler`, `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) are available by name."""
     changes: Sequence[SectionLike]
     """Changes of the learning rate and of rewards' weights, and stops, after given steps: a plan, or the
     `changes.jsonl` of a run whose callbacks made them."""

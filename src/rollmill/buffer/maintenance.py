@@ -158,11 +158,11 @@ def find_group(store: SqlStore, name: str) -> dict[str, Any]:
 
 def buffer_statistics(store: SqlStore) -> dict[str, Any]:
     """Counts of all groups by kind, state, writer, author and version, and a histogram of their rewards."""
-    counts: dict[str, Counter[Any]] = {key: Counter() for key in ("shelf", "state", "writer", "author", "version")}
+    counts: dict[str, Counter[Any]] = {key: Counter() for key in ("kind", "state", "writer", "author", "version")}
     rewards: Counter[float] = Counter()
     totals: Counter[str] = Counter()
     for row in _all(store):
-        counts["shelf"][row.shelf] += 1
+        counts["kind"][row.shelf] += 1
         counts["state"][f"{row.shelf}: {group_state(row)}"] += 1
         counts["writer"][row.writer] += 1
         counts["author"].update([row.author] if row.author else [])
@@ -223,7 +223,7 @@ def _listed(row: Any) -> dict[str, Any]:
     return {
         "number": row.number,
         "id": row.id,
-        "shelf": row.shelf,
+        "kind": row.shelf,
         "state": group_state(row),
         "task": row.task_id,
         "experiences": row.size,

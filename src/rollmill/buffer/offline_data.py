@@ -222,7 +222,7 @@ class DemonstrationPool:
             raise StoreError(
                 f"{where}: group {group.id} was made with another tokenizer ({tokenizer}) than the policy's "
                 f"({self._tokenizer}), so its tokens mean other text; train the model it was made for, or leave the "
-                "source out of experts.sources"
+                "source out of offline_data.sources"
             )
         longest = max(len(each.token_ids) for each in group.experiences)
         if longest > self._context:

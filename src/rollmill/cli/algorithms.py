@@ -47,7 +47,7 @@ def _entry(name: str, section: type[AlgorithmOptions]) -> dict[str, Any]:
     options = section.model_validate({"name": name})
     return {
         "name": name,
-        "summary": _summary(section),
+        "summary": " ".join((inspect.getdoc(section) or "").split()),
         "source": section.source,
         "learns_from": _learns_from(section),
         "definition": _definition(section),
@@ -94,10 +94,6 @@ def _honoured(options: AlgorithmOptions) -> dict[str, Any]:
 def _definition(section: type[AlgorithmOptions]) -> str:
     """Return the formula and remarks of a built-in algorithm, or the docstring of a user's function or class."""
     return inspect.cleandoc(vars(section).get("formula", "")) or inspect.getdoc(section) or section.__name__
-
-
-def _summary(section: type[AlgorithmOptions]) -> str:
-    return " ".join((inspect.getdoc(section) or "").split())
 
 
 def _learns_from(section: type[AlgorithmOptions]) -> str:

@@ -24,11 +24,11 @@ HELP = "Inspect, export, import and clean up the buffer of a run."
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-KindOption = Annotated[str | None, typer.Option("--shelf", help="usual, expert, preference, rated or partial.")]
+KindOption = Annotated[str | None, typer.Option("--kind", help="usual, expert, preference, rated or partial.")]
 
 _START_S, _LOOK_S = 600.0, 0.2
 """Timeout for a process that starts a run, and polling interval."""
-_COLUMNS = ("number", "id", "shelf", "state", "task", "experiences", "reward", "version", "step", "writer", "author")
+_COLUMNS = ("number", "id", "kind", "state", "task", "experiences", "reward", "version", "step", "writer", "author")
 
 
 def ls(
@@ -246,12 +246,12 @@ def _kind(name: str | None) -> ExperienceKind | None:
     try:
         return None if name is None else ExperienceKind(name)
     except ValueError as error:
-        raise ConfigError(f"--shelf is {', '.join(ExperienceKind)}, not {name!r}") from error
+        raise ConfigError(f"--kind is {', '.join(ExperienceKind)}, not {name!r}") from error
 
 
 def _print_group(row: dict[str, Any], group: Group) -> None:
     origin = f"by {row['writer']}" + (f" ({group.author})" if group.author else "")
-    where = f"{row['shelf']}, {row['state']}, {origin}"
+    where = f"{row['kind']}, {row['state']}, {origin}"
     print_line(f"group {row['id']} (number {row['number']}) of task {row['task']}: {where}")
     for use in row["uses"]:
         priority = "" if use["priority"] is None else f", priority {use['priority']:g} afterwards"

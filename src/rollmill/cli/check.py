@@ -194,7 +194,7 @@ def load_tasksets(run: LoadedRun) -> dict[tuple[str, str], Taskset]:
                 sees, single = vision_model_name(run.config.model) is not None, both_ways(run.config.model) == "prompt"
                 require_seen(taskset, loaded[key].tasks, sees, where, single_prompt=single)
                 require_references(view.rewards, loaded[key].tasks, where)
-                require_verdicts(view.rewards, view.judging, loaded[key].tasks, where)
+                require_verdicts(view.rewards, view.reward_settings, loaded[key].tasks, where)
                 require_workflows(view, loaded[key].tasks, where)
                 if section == "taskset":
                     _check_switches(loaded[key], view.rollout.chat_template_kwargs, where)
@@ -268,7 +268,7 @@ def _check_chats(run: LoadedRun, tasksets: dict[tuple[str, str], Taskset]) -> No
                 tokenizer,
                 rolled_out=held_out or stage.algorithm.uses_rollouts,
                 imitated=stage.algorithm.uses_examples and not held_out,
-                learn=stage.experts.learn,
+                learn=stage.offline_data.learn,
             )
         except TasksetError as error:
             raise ConfigError(f"stage {name}: {section}: {error}") from error

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from rollmill.config.key_docs import describe_default, describe_meaning, describe_value, join_lines
 from rollmill.config.validation_errors import (
     COMMON_KEY_ALIASES,
+    FORMER_NAMES,
     SectionLocation,
     section_locations,
     suggest_match,
@@ -33,7 +34,7 @@ def command(
 def _explain(query: str) -> Iterator[str]:
     """Raises ConfigError, with the nearest key, if nothing has this name."""
     homes = section_locations()
-    words = {query, COMMON_KEY_ALIASES.get(query, query)}  # the name that other frameworks use
+    words = {query, (COMMON_KEY_ALIASES | FORMER_NAMES).get(query, query)}  # as others, or earlier files, call it
     sections = [home for home in homes if words & _names(home)]
     words = {query} if sections else words
     keys = [(home, key) for home in homes for key in home.section.model_fields if words & _key_names(home, key)]

@@ -47,7 +47,9 @@ def command(
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="A key of the reward (repeatable).")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Grader processes. Default: judging.workers.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Grader processes. Default: reward_settings.workers.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
     """Score every line of a file, and write the lines with `reward`, `parts` and `outcomes`.

@@ -164,7 +164,9 @@ def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: b
         serve(loaded.path, train=True, overrides=overrides, out=out)
         return
     if out is not None:
-        raise ConfigError("--out: mode `serve` writes no run directory, unless it trains on `traffic`; leave it out")
+        raise ConfigError(
+            "--out: mode `serve` writes no run directory, unless it trains on `live_requests`; leave it out"
+        )
     assert isinstance(loaded.config.model.path, Path)
     threads = None if loaded.config.threads == "auto" else loaded.config.threads
     serve(loaded.config.model.path, threads=threads, device=loaded.config.device)

@@ -1,4 +1,4 @@
-"""`buffer` and `experts`: storage and replay of experiences, and sources of demonstrations and preferences."""
+"""`buffer` and `offline_data`: storage and replay of experiences, and sources of demonstrations and preferences."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ else:
         component_sections("rollmill.rollout.environments.builtin", EnvironmentSection), kind="environment"
     )
     OperatorConfig = section_union(component_sections("rollmill.pipelines.builtin", OperatorSection), kind="pipeline")
-    SamplerConfig = section_union(component_sections("rollmill.data.samplers.builtin", SamplerSection), kind="order")
+    SamplerConfig = section_union(component_sections("rollmill.data.samplers.builtin", SamplerSection), kind="sampler")
     TaskOperatorConfig = section_union(
         component_sections("rollmill.data.operators.builtin", TaskOperatorSection), kind="task_operator"
     )

@@ -194,19 +194,19 @@ def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
         yield "engine", _engine(stage.engine)
     for index, reward in enumerate([] if stage.domains else stage.rewards):
         yield "rewards" if index == 0 else "", f"{reward.weight:g} x {reward.name}{_bracketed(reward)}"
-    if settings := _options(stage.judging, changed=True):
-        yield "judging", settings
+    if settings := _options(stage.reward_settings, changed=True):
+        yield "reward settings", settings
     for index, operator in enumerate(stage.pipeline):
         yield "pipeline" if index == 0 else "", f"{operator.name}{_operator(operator)}"
-    for label, section in (("buffer", stage.buffer), ("experts", stage.experts)):
+    for label, section in (("buffer", stage.buffer), ("offline data", stage.offline_data)):
         if options := _options(section, changed=True):
             yield label, options
     words = "; ".join(f"{part} {text}" for part, text in format_algorithm_parts(algorithm))
     yield "algorithm", f"{algorithm.name}: {words}"
     unused = {str(path[-1]) for path in find_unused_keys(stage) if path[0] == "trainer"}
     yield "trainer", _options(stage.trainer, skip=unused)
-    if stage.residency is not None:
-        yield "residency", _options(stage.residency, changed=True) or "auto"
+    if stage.offload is not None:
+        yield "offload", _options(stage.offload, changed=True) or "auto"
     if evaluation is None:
         yield "evaluation", "none"
         return
@@ -273,7 +273,7 @@ def reward_weights(stage: StageConfig) -> dict[str, float]:
 def _attainable(stage: StageConfig) -> str:
     if stage.taskset is not None and stage.taskset.fields.rewards is not None:
         return "that of the rewards that each row names"
-    maxima = {role: attainable_maximum(view.rewards, view.judging) for role, view in stage.by_role().items()}
+    maxima = {role: attainable_maximum(view.rewards, view.reward_settings) for role, view in stage.by_role().items()}
     texts = {role: "not known" if maximum is None else f"{maximum:g}" for role, maximum in maxima.items()}
     return ", ".join(f"{role} {text}" if role else text for role, text in texts.items())
 
@@ -314,15 +314,15 @@ def _taskset(taskset: TasksetConfig, count: TaskCount | None) -> str:
 def _source(taskset: TasksetSection) -> str:
     generator = taskset.generator
     source = f"reasoning-gym {generator.name}" if generator else f"{taskset.path or taskset.function or ''}"
-    apart = {"path", "generator", "function", "fields", "pipeline", "order", "mix", "name", "weight"}
+    apart = {"path", "generator", "function", "fields", "pipeline", "sampler", "mix", "name", "weight"}
     details = [_options(taskset, skip=apart, changed=True)]
     if fields := _options(taskset.fields, changed=True):
         details.append(f"fields {fields}")
     if taskset.pipeline:
         details.append(f"pipeline {', '.join(each.name for each in taskset.pipeline)}")
-    if taskset.order != TasksetSection.model_fields["order"].default:
-        options = _options(taskset.order, skip={"name"}, changed=True)
-        details.append(f"order {taskset.order.name}" + (f" ({options})" if options else ""))
+    if taskset.sampler != TasksetSection.model_fields["sampler"].default:
+        options = _options(taskset.sampler, skip={"name"}, changed=True)
+        details.append(f"sampler {taskset.sampler.name}" + (f" ({options})" if options else ""))
     extra = ", ".join(part for part in details if part)
     return source + (f" ({extra})" if extra else "")
 

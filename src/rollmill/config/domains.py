@@ -40,18 +40,19 @@ class DomainConfig(Section):
     """One kind of tasks. Keys that are not set are taken from the stage."""
 
     taskset: TasksetSection
-    """Tasks of the domain, and their order: all keys of a taskset but `mix`."""
+    """Tasks of the domain, and their sampler: all keys of a taskset but `mix`."""
     weight: Annotated[float, Field(gt=0)] | list[tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=0)]]] = (
         1.0
     )
-    """Relative share of the training tasks; or a schedule, a list of [step, weight] with linear interpolation."""
+    """Relative share of the training tasks, not of the loss; or a schedule, a list of [step, weight] with linear
+    interpolation."""
     replay_share: float | None = Field(None, ge=0, le=1)
     """Share of the domain in the replayed groups (`buffer.replay`), exact on average and within one group in each step;
     0: none. Places that it cannot fill stay empty. Default: domains without a share divide the rest in proportion to
     their groups that may be replayed."""
     rewards: list[RewardConfig] | None = None
     """Rewards of the domain's completions."""
-    judging: RewardManagerConfig | None = None
+    reward_settings: RewardManagerConfig | None = None
     """Settings of the domain's reward manager."""
     workflow: WorkflowConfig | None = None
     """Rollout procedure of a task: a name or a section."""
@@ -104,7 +105,17 @@ class DomainConfig(Section):
         return {key: value for key in OVERRIDES if (value := getattr(self, key)) is not None}
 
 
-OVERRIDES = ("rewards", "judging", "workflow", "environment", "tools", "roles", "models", "pipeline", "algorithm")
+OVERRIDES = (
+    "rewards",
+    "reward_settings",
+    "workflow",
+    "environment",
+    "tools",
+    "roles",
+    "models",
+    "pipeline",
+    "algorithm",
+)
 """Keys of a domain that replace the stage's section of the same name."""
 
 

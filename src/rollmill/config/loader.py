@@ -142,7 +142,7 @@ class LoadedRun:
 
 _MOST_FILES = 50
 """Maximum number of files of one run; a file counts each time it is included."""
-_OF_EVALUATIONS = frozenset({"evaluation", "rewards", "judging", "workflow", "environment", "tools", "models"})
+_OF_EVALUATIONS = frozenset({"evaluation", "rewards", "reward_settings", "workflow", "environment", "tools", "models"})
 
 
 def load_run(

@@ -1,4 +1,4 @@
-"""`residency`: offloading of models and optimizer states in phases that do not need them."""
+"""`offload`: offloading of models and optimizer states in phases that do not need them."""
 
 from __future__ import annotations
 

@@ -90,11 +90,11 @@ def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) 
             root = edit(root, prefix + pattern, settle)
         for pattern in _STAGE_CODE:
             root = edit(root, prefix + pattern, settle_code)
-        root = edit(root, [*prefix, "experts", "sources", "*"], settle_source)
+        root = edit(root, [*prefix, "offline_data", "sources", "*"], settle_source)
         root = edit(root, [*prefix, "workflow", "taskset"], settle_file)
         for section in ("workflow", "engine"):
             root = edit(root, [*prefix, section, "python"], settle_python)
-        root = edit(root, [*prefix, "residency", "folder"], settle_new)
+        root = edit(root, [*prefix, "offload", "folder"], settle_new)
         root = edit(root, [*prefix, "buffer", "url"], _settle_url)
         root = edit(root, [*prefix, "workflow", "command", "*"], settle_argument)
     return root

@@ -49,7 +49,7 @@ class Reward(Section):
     timeout_is_verdict: ClassVar[bool] = False
     """The outcome `timeout` judges the completion, as that of its own program does; else the verdict is missing."""
     decides: ClassVar[bool] = False
-    """Says whether an answer is right. A task has one such reward, unless `judging.verdicts` is `several`."""
+    """Says whether an answer is right. A task has one such reward, unless `reward_settings.verdicts` is `several`."""
     largest: ClassVar[float | None] = None
     """Largest value, before clip and weight; None: not known."""
     compares_answers: ClassVar[bool] = False

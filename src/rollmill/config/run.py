@@ -75,7 +75,8 @@ class StageConfig(Section):
     rollouts use weights that are up to N - 1 steps old. Needs max_staleness of at least N - 1, which bounds the
     staleness of every token as before."""
     taskset: TasksetConfig | None = None
-    """Tasks to roll out or imitate. Required unless a stage learns from `experts.sources` alone, or has `domains`."""
+    """Tasks to roll out or imitate. Required unless a stage learns from `offline_data.sources` alone, or has
+    `domains`."""
     workflow: WorkflowConfig = SingleTurnWorkflow()
     """Rollout procedure of a task: a name or a section."""
     environment: EnvironmentConfig | None = None
@@ -88,17 +89,17 @@ class StageConfig(Section):
     engine: EngineConfig = NativeEngineConfig()
     """Inference engine that generates completions: a name or a section."""
     rewards: list[RewardConfig] = []
-    judging: RewardManagerConfig = RewardManagerConfig()
+    reward_settings: RewardManagerConfig = RewardManagerConfig()
     models: dict[PlainName, AuxiliaryModelConfig] = {}
     """Models besides the policy, such as an opponent or a judge. A workflow receives each one as the parameter of its
     name."""
     pipeline: list[OperatorConfig] = []
     """Operators that verify, drop, change or create experiences before the trainer sees them, in order."""
     buffer: BufferConfig = BufferConfig()
-    experts: OfflineDataConfig = OfflineDataConfig()
+    offline_data: OfflineDataConfig = OfflineDataConfig()
     algorithm: AlgorithmConfig = GRPO()
     trainer: TrainerConfig = TrainerConfig()
-    residency: OptionalOffloadConfig = None
+    offload: OptionalOffloadConfig = None
     """Offloading of models and optimizer states in phases that do not need them: `none`, `auto` (only what does not
     fit), or a section."""
     evaluation: EvaluationConfig | None = None
@@ -244,7 +245,7 @@ class StageConfig(Section):
         """True if the stage rolls out tasks or takes demonstrations from the taskset."""
         if self.algorithm.uses_rollouts and self.workflow.uses_tasks:
             return True
-        return self.algorithm.uses_examples and "taskset" in self.experts.sources
+        return self.algorithm.uses_examples and "taskset" in self.offline_data.sources
 
     @property
     def persistent(self) -> bool:
@@ -274,12 +275,12 @@ class StageConfig(Section):
         for view in self.by_domain().values():
             inside = [each for operator in view.pipeline for _, rewards in operator.reward_lists for each in rewards]
             for reward in (*view.rewards, *inside):
-                longest, deadline = reward.longest_request_s, view.judging.deadline_s
+                longest, deadline = reward.longest_request_s, view.reward_settings.deadline_s
                 if longest is not None and longest >= deadline:
                     raise ValueError(
-                        f"judging.deadline_s ({deadline:g}) is not above deadline_s + try_s ({longest:g}) of the "
-                        f"reward `{reward.part_name}`, so an endpoint that is down would pass for a slow one; raise "
-                        "judging.deadline_s"
+                        f"reward_settings.deadline_s ({deadline:g}) is not above deadline_s + try_s ({longest:g}) of "
+                        f"the reward `{reward.part_name}`, so an endpoint that is down would pass for a slow one; "
+                        "raise reward_settings.deadline_s"
                     )
         return self
 
@@ -316,7 +317,7 @@ class RunConfig(StageConfig):
     plugins: list[Path] = []
     """Python files to import before the run file is checked. Components that they register (`@rollmill.reward`,
     `@rollmill.loss`, `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`,
-    `@rollmill.order`, `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) are available by name."""
+    `@rollmill.sampler`, `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) are available by name."""
     changes: list[ChangeConfig] = []
     """Changes of the learning rate and of rewards' weights, and stops, after given steps: a plan, or the
     `changes.jsonl` of a run whose callbacks made them."""

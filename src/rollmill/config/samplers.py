@@ -1,4 +1,4 @@
-"""Base classes of `taskset.order`, the order in which tasks are rolled out, by epochs or by success rates. The orders
+"""Base classes of `taskset.sampler`, which chooses the tasks to roll out, by epochs or by success rates. The samplers
 themselves stand in `rollmill.data.samplers`."""
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
 
 
 class SamplerSection(NamedSection):
-    """Base of task orders. A stage works with a copy of the section, which is a `rollmill.data.Sampler`, too."""
+    """Base of samplers. A stage works with a copy of the section, which is a `rollmill.data.Sampler`, too."""
 
     sees_sequence: ClassVar[bool] = False  #: depends on the sequence of the taskset
 
     skip_uniform: int = Field(0, ge=0)
-    """Skip a task for the next N epochs after a group that was all right or all wrong; for orders without epochs, for N
-    times as many draws as there are tasks. 0: never."""
+    """Skip a task for the next N epochs after a group that was all right or all wrong; for samplers without epochs, for
+    N times as many draws as there are tasks. 0: never."""
 
     @property
     def uses_success(self) -> bool:
-        """True if the order depends on earlier results."""
+        """True if the choice depends on earlier results."""
         return self.skip_uniform > 0
 
     def setup(self, taskset: Taskset, seed: int, batch: int) -> None:
         """Begin with the tasks of a taskset, of which `batch` make a training step.
 
-        Raises TasksetError if the order needs a column that tasks lack.
+        Raises TasksetError if the sampler needs a column that tasks lack.
         """
         raise NotImplementedError
 
 
 class SuccessRateSamplerSection(SamplerSection):
-    """Base of orders that track each task's success rate: a prior, updated by its completions, the newest weighing
+    """Base of samplers that track each task's success rate: a prior, updated by its completions, the newest weighing
     most."""
 
     prior: float = Field(0.5, gt=0, lt=1)
@@ -54,7 +54,7 @@ class SuccessRateSamplerSection(SamplerSection):
 
 
 class DifficultySamplerSection(SuccessRateSamplerSection):
-    """Base of orders by the difficulty of a column, or by tracked success rates."""
+    """Base of samplers by the difficulty of a column, or by tracked success rates."""
 
     if TYPE_CHECKING:
         by: Literal["difficulty", "success"]

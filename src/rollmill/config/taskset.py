@@ -1,4 +1,4 @@
-"""`taskset`: one data source or a mix of several, operators that prepare the tasks, and their order."""
+"""`taskset`: one data source or a mix of several, operators that prepare the tasks, and the sampler."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _OF_THE_WHOLE = {"pipeline", "on_bad_row", "mix"}
 
 
 class TasksetSection(RowsSection):
-    """Tasks of one data source, prepared and ordered."""
+    """Tasks of one data source, prepared, and how they are sampled."""
 
     pipeline: list[TaskOperatorConfig] = []
     """Operators that clean, drop, rate or sort the tasks when they are loaded, in order."""
-    order: SamplerConfig = TypeAdapter(SamplerConfig).validate_python("shuffled")
-    """Order in which tasks are rolled out: a name, or a section with `name` and options."""
+    sampler: SamplerConfig = TypeAdapter(SamplerConfig).validate_python("shuffled")
+    """Sampler, which decides which tasks come next: a name, or a section with `name` and options."""
 
-    @field_validator("order", mode="before")
+    @field_validator("sampler", mode="before")
     @classmethod
-    def _order_in_full(cls, value: Any) -> Any:
-        return merge_with_default(cls.model_fields["order"].default, value)
+    def _sampler_in_full(cls, value: Any) -> Any:
+        return merge_with_default(cls.model_fields["sampler"].default, value)
 
     @field_validator("pipeline", mode="before")
     @classmethod
@@ -51,7 +51,7 @@ class TasksetConfig(TasksetSection):
     """A taskset."""
 
     mix: list[MixEntry] = []
-    """Tasksets to sample from in proportion to their weights, each in its own order, instead of one source."""
+    """Tasksets to sample from in proportion to their weights, each with a sampler of its own, instead of one source."""
 
     def parts(self) -> list[TasksetSection]:
         """Returns the entries of a mix, or the taskset itself."""
@@ -87,15 +87,11 @@ TasksetT = TypeVar("TasksetT", bound=TasksetSection)
 def fill_decontamination_sets(taskset: TasksetConfig, evaluation: Sequence[TasksetConfig]) -> TasksetConfig:
     """Returns the training taskset with `against` of every `decontaminate` operator filled in from the stage's held-out
     tasks, unless the run file sets it; the same object if none lacks it."""
-    if not any(_lacking(part) for part in [taskset, *taskset.mix]):
+    if not any(any(each.lacks_held_out for each in part.pipeline) for part in [taskset, *taskset.mix]):
         return taskset
     keys = set(RowsSection.model_fields)
     rows = [RowsSection.model_validate(part.model_dump(include=keys)) for held in evaluation for part in held.parts()]
     return _filled(taskset, rows).model_copy(update={"mix": [_filled(entry, rows) for entry in taskset.mix]})
-
-
-def _lacking(section: TasksetSection) -> bool:
-    return any(each.lacks_held_out for each in section.pipeline)
 
 
 def _filled(section: TasksetT, rows: list[RowsSection]) -> TasksetT:

@@ -16,7 +16,7 @@ _SHORT: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "algorithm": ("name", str),
     "advantage": ("name", str),
     "loss": ("name", str),
-    "order": ("name", str),
+    "sampler": ("name", str),
     "kl": ("coefficient", (int, float)),
 }
 """Sections that may be written as one value, and the key of that value."""
@@ -164,7 +164,7 @@ def _another(key: str, base: Node, top: Node) -> bool:
         "advantage": [("name",)],
         "loss": [("name",)],
         "generator": [("name",)],
-        "order": [("name",)],
+        "sampler": [("name",)],
         "taskset": [("path",), ("generator", "name"), ("function",), ("mix",)],
     }
     for identity in identities.get(key, []):

@@ -55,6 +55,14 @@ COMMON_KEY_ALIASES = {
     "use_kl_loss": "algorithm.kl.coefficient",
 }
 """Names of rollmill's keys in other frameworks."""
+FORMER_NAMES = {
+    "residency": "offload",
+    "experts": "offline_data",
+    "judging": "reward_settings",
+    "order": "sampler",
+    "traffic": "live_requests",
+}
+"""Earlier names of keys and of workflows, with those of today, which `rollmill import-config` writes."""
 
 _NOUNS = {
     "rewards": "reward",
@@ -64,7 +72,7 @@ _NOUNS = {
     "algorithm.corrections": "correction",
     "algorithm.masks": "mask",
     "taskset.pipeline": "operator",
-    "taskset.order": "order",
+    "taskset.sampler": "sampler",
     "pipeline": "operator",
     "workflow": "workflow",
     "environment": "environment",
@@ -153,6 +161,8 @@ def join_quoted(words: list[str]) -> str:
 
 def explain_unknown_key(key: str, owner: type[Section]) -> str:
     """Explains an unknown `key` of section `owner`: the nearest valid key, or the section that accepts it."""
+    if FORMER_NAMES.get(key) in owner.model_fields:
+        return _explain_former_name(key)
     if getattr(owner, "function", None) is not None:  # a user's component
         known = list(owner.model_fields)
         return f"unknown key{suggest_match(key, known) or f'; valid here: {join_quoted(known)}'}"
@@ -177,6 +187,10 @@ def explain_unknown_key(key: str, owner: type[Section]) -> str:
     if near:
         return f"unknown key{near}"
     return f"unknown key; valid here: {', '.join(owner.model_fields)}"
+
+
+def _explain_former_name(name: str) -> str:
+    return f"`{name}` is called `{FORMER_NAMES[name]}` now; `rollmill import-config FILE --out NEW` rewrites the file"
 
 
 def _explain_alias(key: str, here: SectionLocation) -> str:
@@ -295,6 +309,8 @@ def _text(details: ErrorDetails, owner: type[Section], path: KeyPath) -> str:
 
 def _unknown_name(name: str, expected: str, users: list[str]) -> str:
     names = [*re.findall(r"'([^']*)'", expected), *users]
+    if FORMER_NAMES.get(name) in names:
+        return _explain_former_name(name)
     return f"`{truncate_text(name)}` is not known{suggest_match(name, names) or ';'} valid: {', '.join(names)}"
 
 

@@ -98,7 +98,7 @@ class LiveRequestsWorkflow(WorkflowSection):
     single_turn: ClassVar[bool] = True
     multi_step: ClassVar[bool] = True
 
-    name: Literal["traffic"] = "traffic"
+    name: Literal["live_requests"] = "live_requests"
     group: Literal["session", "prompt"] = "session"
     """Group of sessions that are compared. `session`: every session is its own group, for algorithms that compare with
     the whole batch. `prompt`: `rollout.group_size` sessions with the same first prompt."""

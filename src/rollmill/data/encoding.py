@@ -228,7 +228,7 @@ def encode_demonstration(
     else:  # the processor has encoded the prompt
         if learn == "all" and len(pieces) > 2:
             raise TasksetError(
-                f"task {task.id} has pictures: only its last turn can be imitated; set experts.learn: last"
+                f"task {task.id} has pictures: only its last turn can be imitated; set offline_data.learn: last"
             )
         behind = "".join(text for text, _ in pieces).removeprefix(pictures.text or render_prompt(task, tokenizer))
         encoded = [list(pictures.token_ids), tokenizer.encode(behind, add_special_tokens=False)]

@@ -20,7 +20,7 @@ def select_examples(stage: StageConfig, taskset: Taskset) -> Taskset | None:
     `rejected` has the tasks without one.
     """
     algorithm = stage.algorithm
-    if "taskset" not in stage.experts.sources or not algorithm.uses_examples:
+    if "taskset" not in stage.offline_data.sources or not algorithm.uses_examples:
         return None
     if algorithm.uses_labels and not algorithm.uses_pairs:
         return _with_labels(taskset)
@@ -38,7 +38,7 @@ def select_examples(stage: StageConfig, taskset: Taskset) -> Taskset | None:
 
 def require_examples(stage: StageConfig, taskset: Taskset, found: Taskset | None) -> None:
     """Raises TasksetError if the stage has nothing else to learn from and `select_examples` found nothing."""
-    if found is not None and not found.tasks and not set(stage.experts.sources) - {"taskset", "run"}:
+    if found is not None and not found.tasks and not set(stage.offline_data.sources) - {"taskset", "run"}:
         raise TasksetError(_no_examples(taskset, stage.algorithm))
 
 

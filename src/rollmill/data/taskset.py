@@ -47,7 +47,7 @@ class MixtureComponent:
 
     name: str
     weight: float
-    order: SamplerSection
+    sampler: SamplerSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def load_taskset(config: TasksetConfig) -> Taskset:
         [task for part in parts for task in part.tasks],
         [row for part in parts for row in part.rejected],
         [report for part in parts for report in part.reports],
-        tuple(MixtureComponent(entry.name, entry.weight, entry.order) for entry in config.mix),
+        tuple(MixtureComponent(entry.name, entry.weight, entry.sampler) for entry in config.mix),
     )
     return _prepared(whole, config)
 

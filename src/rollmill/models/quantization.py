@@ -107,8 +107,8 @@ class _Product(torch.autograd.Function):
 
 
 def quantize_linears(model: Any, kind: Quantization) -> None:
-    """Quantises all linear layers of a model but its output layer (and the vision tower of one that sees), in place and
-    one after the other.
+    """Quantises all linear layers of a model but its output layer and its vision tower, in place and one after the
+    other.
 
     Raises:
         ModelError: the library for nf4 is missing, or the model has no such layer.

@@ -92,7 +92,7 @@ class OffloadManager:
         self._phase = phase
         return left + loaded > 0
 
-    def residents(self, phase: Phase) -> dict[str, int]:
+    def device_bytes(self, phase: Phase) -> dict[str, int]:
         """Bytes of each component that is on the device in a phase; those of gradients, and of an engine in a process
         of its own, are estimates."""
         places = self.plan.places[phase]
@@ -140,6 +140,9 @@ class OffloadManager:
         return moved
 
     def _release_memory(self) -> None:
-        """Returns freed memory to the system, since glibc keeps it."""
+        """Returns freed memory to the system, since glibc and torch's allocator keep it: on a GPU, for other processes
+        there, such as vLLM."""
         if self._device.type == "cpu":
             trim_heap()
+        elif self._device.type == "cuda":
+            torch.cuda.empty_cache()

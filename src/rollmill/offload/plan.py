@@ -33,7 +33,7 @@ GRADIENTS = "gradients"
 class ComponentSpec:
     """A component: its size in bytes and the phases that need it on the device.
 
-    `choice` is its tier in the other phases, from the run file. `away` is the tier that `auto` uses if there is no
+    `choice` is its tier in the other phases, from the run file. `fallback` is the tier that `auto` uses if there is no
     room. An `eager` component has an unknown size and leaves whenever anything leaves.
     """
 
@@ -41,7 +41,7 @@ class ComponentSpec:
     size: int
     needed: frozenset[Phase]
     choice: Literal["auto", "device", "memory", "disk", "destroyed"]
-    away: StorageTier
+    fallback: StorageTier
     eager: bool = False
 
 
@@ -63,7 +63,7 @@ class OffloadPlan:
                     left.setdefault(f"{name.replace('_', ' ')} {_describe_tier(place)}", []).append(phase)
         moves = [f"{what} in {' and '.join(phases)}" for what, phases in left.items()]
         stays = ", ".join(f"{phase} {size / GB:.3g}" for phase, size in self.sizes.items())
-        return f"residency: {'; '.join(moves) or 'everything stays where it is'}; GB by phase: {stays}"
+        return f"offload: {'; '.join(moves) or 'everything stays where it is'}; GB by phase: {stays}"
 
 
 def engine_leaves(plan: OffloadPlan, phase: Phase) -> bool:
@@ -92,7 +92,7 @@ def plan_offload(
         if taken > budget:
             listed = ", ".join(f"{part.name.replace('_', ' ')} {part.size / GB:.3g}" for part in fixed if part.size)
             raise ConfigError(
-                f"{where}residency.budget_gb: the budget is {budget / GB:.3g} GB, and the phase `{phase}` needs "
+                f"{where}offload.budget_gb: the budget is {budget / GB:.3g} GB, and the phase `{phase}` needs "
                 f"{taken / GB:.3g} GB on the device ({listed}); raise budget_gb, or make the models smaller"
             )
         staying = _components_that_fit(idle, budget - taken)
@@ -113,8 +113,8 @@ def _components_that_fit(idle: Sequence[ComponentSpec], room: float) -> list[Com
 
 def _offload_tier(part: ComponentSpec) -> StorageTier:
     """Tier of a component off the device. Disk replaces memory where host memory is the device."""
-    if part.choice == "auto" or part.choice == "device" or (part.choice == "memory" and part.away == "disk"):
-        return part.away
+    if part.choice == "auto" or part.choice == "device" or (part.choice == "memory" and part.fallback == "disk"):
+        return part.fallback
     return part.choice
 
 

@@ -89,8 +89,8 @@ class TempFileStore:
             self._file.flush()
         except OSError as error:
             raise OffloadError(
-                f"residency: {self._what} cannot be written to {self._folder}: {error.strerror} "
-                f"({sum(self._sizes) / 1e9:.3g} GB); make room there, or give another residency.folder"
+                f"offload: {self._what} cannot be written to {self._folder}: {error.strerror} "
+                f"({sum(self._sizes) / 1e9:.3g} GB); make room there, or give another offload.folder"
             ) from error
 
     def get(self, storages: Sequence[UntypedStorage]) -> None:
@@ -100,7 +100,7 @@ class TempFileStore:
             host = inside if inside.device.type == "cpu" else torch.empty_like(inside, device="cpu")
             self._file.seek(start)
             if self._file.readinto(_buffer(host)) != len(host):  # type: ignore[attr-defined]
-                raise OffloadError(f"residency: the file of {self._what} in {self._folder} has been cut off")
+                raise OffloadError(f"offload: the file of {self._what} in {self._folder} has been cut off")
             if host is not inside:
                 inside.copy_(host)
 

@@ -141,7 +141,9 @@ async def _evaluate(
     marks: Mapping[str, str],
 ) -> list[SetResult]:
     def build_rewards(view: StageConfig) -> RewardManager:
-        return build_reward_manager(view.rewards, view.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+        return build_reward_manager(
+            view.rewards, view.reward_settings, tokenizer=policy.tokenizer, device=str(policy.device)
+        )
 
     rewards = StageRewards.build(stage, build_rewards)
     explorers = LocalRollouts(stage, policy, rewards, precision=precision, tasks=examples, trained_on=False)
@@ -179,7 +181,7 @@ async def _evaluate_served(
         check_endpoint_support(stage.for_evaluation(each), str(subject.folder))
 
     def build_rewards(view: StageConfig) -> RewardManager:
-        return build_reward_manager(view.rewards, view.judging, device=str(choose_device(loaded.config.device)))
+        return build_reward_manager(view.rewards, view.reward_settings, device=str(choose_device(loaded.config.device)))
 
     model = ServedModel(
         str(subject.folder), connect_endpoint(str(subject.folder), subject.model), completes=subject.model.completes
@@ -243,7 +245,7 @@ def _fingerprint(loaded: LoadedRun, stage: StageConfig, name: str, tasks: str, s
     assert stage.evaluation is not None
     section = stage.evaluation.all_sets()[name]
     evaluated = stage.for_evaluation(section)
-    keys = {"workflow", "environment", "tools", "models", "rewards", "judging", "rollout"}
+    keys = {"workflow", "environment", "tools", "models", "rewards", "reward_settings", "rollout"}
     own = section.model_dump(mode="json", exclude={"every", "at_start", "sets"})
     settings = [name, own, evaluated.model_dump(mode="json", include=keys), loaded.config.seed, stage.trainer.precision]
     code = [file.read_text() for file in loaded.config.plugins]

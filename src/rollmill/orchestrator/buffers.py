@@ -39,7 +39,7 @@ class Buffers:
         for stage in stages:
             self.of_stage(stage)
             if stage.algorithm.uses_examples:
-                for source in stage.experts.others:
+                for source in stage.offline_data.others:
                     self.of_others(source)
 
     def of_stage(self, config: StageConfig) -> ExperienceStore:

@@ -43,7 +43,9 @@ def build_stage_rewards(config: StageConfig, policy: PolicyModel) -> StageReward
 
 def build_rewards(config: StageConfig, policy: PolicyModel) -> RewardManager:
     """Build the reward manager of a stage without domains, or of one domain."""
-    return build_reward_manager(config.rewards, config.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+    return build_reward_manager(
+        config.rewards, config.reward_settings, tokenizer=policy.tokenizer, device=str(policy.device)
+    )
 
 
 def build_stage_pipeline(config: StageConfig, policy: PolicyModel, seed: int) -> Pipeline:
@@ -152,8 +154,8 @@ def build_rollout_components(
     batch = config.rollout.batch
     sampler: Sampler = NoTasksSampler()
     if config.workflow.uses_tasks:
-        order, domains, mixing = config.required_taskset.order, config.domains, config.mixing
-        sampler = build_sampler(tasks, order, seed, batch=batch, domains=domains, mixing=mixing)
+        section, domains, mixing = config.required_taskset.sampler, config.domains, config.mixing
+        sampler = build_sampler(tasks, section, seed, batch=batch, domains=domains, mixing=mixing)
     rollouts = RolloutScheduler(
         config,
         sampler=sampler,

@@ -115,7 +115,10 @@ class EvaluationSchedule(LoopCallback):
         self._monitor.evaluation({"step": step, **found.metrics})
 
     async def evaluate_alone(self, stage: Stage) -> dict[str, float]:
-        """Evaluate the current weights if that is due without a step beside it; return the metrics."""
+        """Evaluate the current weights if that is due without a step beside it; return the metrics.
+
+        After a step `StepRecorder` asks for it, as the metrics belong into the step's record.
+        """
         if not (self._is_due(stage) and _runs_alone(stage)):
             return {}
         found = await stage.evaluate()
@@ -152,5 +155,5 @@ def _evaluation_key(stage: StageConfig) -> Any:
     # models frozen at the stage's start
     frozen_at = stage.name if any(each.policy is not None for each in stage.all_models.values()) else ""
     examples = stage.taskset if stage.uses_task_examples else None
-    parts = stage.workflow, stage.environment, stage.tools, stage.models, stage.judging
+    parts = stage.workflow, stage.environment, stage.tools, stage.models, stage.reward_settings
     return settings, stage.rollout.model_dump(), stage.rewards, *parts, stage.domains, frozen_at, examples

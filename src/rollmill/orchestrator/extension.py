@@ -28,10 +28,10 @@ _STAGE = re.compile(r"stages\.(\d+)\.")
 _LR = "trainer.lr"
 _SAFE = re.compile(
     r"(steps|evaluation\.every|trainer\.(lr|micro_batch_tokens|gradient_checkpointing)|explorer_silent_s|trainer_away_s"
-    r"|(early_stop|checkpoint|monitor|supervise|residency)(\..+)?)"
+    r"|(early_stop|checkpoint|monitor|supervise|offload)(\..+)?)"
 )
 _SAFE_TEXT = (
-    "steps, trainer.lr, evaluation.every, early_stop, checkpoint, monitor, supervise, residency, "
+    "steps, trainer.lr, evaluation.every, early_stop, checkpoint, monitor, supervise, offload, "
     "trainer.micro_batch_tokens, trainer.gradient_checkpointing, explorer_silent_s and trainer_away_s"
 )
 

@@ -55,7 +55,9 @@ def generate_demonstrations(
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]
     tally = ScoreProgress(file, len(tasks), len(tasks) - len(todo), progress)
     device = str(choose_device(loaded.config.device))
-    rewards = StageRewards.build(stage, lambda view: build_reward_manager(view.rewards, view.judging, device=device))
+    rewards = StageRewards.build(
+        stage, lambda view: build_reward_manager(view.rewards, view.reward_settings, device=device)
+    )
     model = ServedModel(str(served), connect_endpoint(str(served), section), completes=section.completes)
     explorer = ServedExplorer(model, rewards)
 
@@ -75,7 +77,7 @@ def generate_demonstrations(
     finally:
         model.close()
         rewards.close()
-    return tally.scored(), _count_solved(out)
+    return tally.scored(), sum(json.loads(line)["response"] is not None for line in out.read_text().splitlines())
 
 
 def _best(solved: Sequence[Experience]) -> str | None:
@@ -87,7 +89,3 @@ def _best(solved: Sequence[Experience]) -> str | None:
 def _reward(experience: Experience) -> float:
     assert experience.reward is not None
     return experience.reward
-
-
-def _count_solved(out: Path) -> int:
-    return sum(json.loads(line)["response"] is not None for line in out.read_text().splitlines())

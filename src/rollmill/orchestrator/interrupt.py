@@ -1,6 +1,8 @@
-"""Handles Ctrl-C, SIGTERM and SIGHUP: the first is an Interrupted at the next wait, the second ends the run at once.
+"""Handles Ctrl-C, SIGTERM and SIGHUP: the first is an Interrupted at the next wait inside of `guard`, the second ends
+the run at once.
 
-`Orchestrator._stage` answers an Interrupted with a checkpoint, and `launch.py` with the message and the exit code.
+The table in loop.py says what is finished and what is stored. `Orchestrator._stage` answers an Interrupted with a
+checkpoint, and `launch.py` with the message and the exit code.
 """
 
 from __future__ import annotations

@@ -5,10 +5,20 @@
 The explorer scores each completion as soon as it ends (rollout/explorer.py); the batches wait for the rewards, and pass
 groups through the pipeline into the buffer (batches.py); advantages and optimizer steps are the trainer's
 (trainer/trainer.py). Synchronous, one-step-off-policy, asynchronous, partial and remote rollouts all run this loop.
-They differ in three places outside it: how far ahead the scheduler may start rollouts (`max_staleness`, scheduler.py;
+They differ in three places outside it: how far ahead the scheduler may start rollouts (`max_staleness`, pacing.py;
 in this process only rewards overlap with the update, since the engine waits for it), what ends a step's rollouts (all
 of them, the first ones, or a token budget; scheduler.py), and which process rolls out (rollouts.py here and in
 remote/).
+
+Ctrl-C (interrupt.py turns the signal into Interrupted, Orchestrator._stage stores the checkpoint):
+
+    it comes                  the loop                                          the checkpoint
+    before the update         cancels the step                                  of the step before
+    in the update             finishes it, counts the step, runs `after_step`   of this step
+    in `after_step`           runs it to its end, an evaluation, too            of this step
+    again, at any time        ends at once                                      none
+
+An update that fails leaves no checkpoint: weights may be half made (`Stage.updating`).
 """
 
 from __future__ import annotations
@@ -103,9 +113,9 @@ async def _demonstrations(stage: Stage, count: int) -> list[Experience]:
     with stage.trace.enter_phase("reward", waits) if len(stage.pipeline) else nullcontext():
         drawn = await stage.offline_data.draw(count, step=stage.state.step, version=stage.version)
     if not drawn and stage.batches is None:
-        names, dropped = ", ".join(stage.config.experts.sources), stage.pipeline.describe_dropped()
+        names, dropped = ", ".join(stage.config.offline_data.sources), stage.pipeline.describe_dropped()
         raise StoreError(
-            f"stage {stage.config.name}: nothing to learn from in experts.sources ({names}); give feedback first "
+            f"stage {stage.config.name}: nothing to learn from in offline_data.sources ({names}); give feedback first "
             "(`rollmill feedback`), or name other sources" + (f". The pipeline: {dropped}" if dropped else "")
         )
     return drawn

@@ -28,18 +28,18 @@ class MissingVerdicts(LoopCallback):
     async def after_step(self, stage: Stage, step: TrainingStep) -> None:
         """Warn of each reward of a stage once in the run.
 
-        Raises RewardError after `judging.missing_steps` such steps in a row.
+        Raises RewardError after `reward_settings.missing_steps` such steps in a row.
         """
         config = stage.config
         missing = rewards_without_verdict(step.experiences, config)
         found = {(config.name, name): reason for name, reason in missing.items()}
         self._steps = {key: self._steps.get(key, 0) + 1 for key in found}
         for key, reason in found.items():
-            if self._steps[key] == config.judging.missing_steps:
+            if self._steps[key] == config.reward_settings.missing_steps:
                 raise RewardError(
                     f"stage {config.name}: {reason}; it was so in {self._steps[key]} steps in a row, which "
-                    "judging.missing_limit and judging.missing_steps do not allow. Fix it, then resume the run from "
-                    "its last checkpoint"
+                    "reward_settings.missing_limit and reward_settings.missing_steps do not allow. Fix it, then resume "
+                    "the run from its last checkpoint"
                 )
             if key not in self._warned:
                 self._monitor.message(f"warning: {reason}")
@@ -47,7 +47,7 @@ class MissingVerdicts(LoopCallback):
 
 
 def rewards_without_verdict(experiences: list[Experience], stage: StageConfig) -> dict[str, str]:
-    """Rewards of which more than `judging.missing_limit` of a batch have no verdict, each with reason and advice."""
+    """Rewards without a verdict for more than `reward_settings.missing_limit` of a batch, with reason and advice."""
     sections = {
         name: section
         for view in stage.by_domain().values()
@@ -62,13 +62,13 @@ def rewards_without_verdict(experiences: list[Experience], stage: StageConfig) -
         judged_late = name in sections and sections[name].timeout_is_verdict
         late = sum(outcome == LATE or (outcome == TIMEOUT and not judged_late) for outcome in results)
         unread = sum(outcome in (UNPARSABLE, REFUSED) for outcome in results)
-        if late + unread <= stage.judging.missing_limit * len(results):
+        if late + unread <= stage.reward_settings.missing_limit * len(results):
             continue
         of = f"of {len(results)} judgements of reward `{name}`"
         if late >= unread:
             found[name] = (
                 f"{late} {of} took too long and earned its timeout_reward; raise its time_limit_s (or "
-                "judging.deadline_s), or make it faster"
+                "reward_settings.deadline_s), or make it faster"
             )
         else:
             found[name] = (

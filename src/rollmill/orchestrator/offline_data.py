@@ -1,4 +1,4 @@
-"""The demonstrations or pairs of a stage's section `experts`: their pool, and their way through the pipeline."""
+"""The demonstrations or pairs of a stage's section `offline_data`: their pool, and their way through the pipeline."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def build_demonstration_pool(
             return [labelled_experience(task, policy.tokenizer, policy.end_id, f"{task.id}/{place}")]
         if algorithm.uses_pairs:
             return preference_pair(task, policy.tokenizer, policy.end_id, f"{task.id}/{place}")
-        return [demonstration_experience(task, policy.tokenizer, policy.end_id, config.experts.learn)]
+        return [demonstration_experience(task, policy.tokenizer, policy.end_id, config.offline_data.learn)]
 
     tasks = None
     if worked is not None and worked.tasks:
         stream, batch = derive_seed(seed, EXPERT_STREAM), config.rollout.batch
         tasks = TasksetDemonstrations(
-            build_sampler(worked, config.required_taskset.order, stream, batch=batch, observed=False),
+            build_sampler(worked, config.required_taskset.sampler, stream, batch=batch, observed=False),
             render,
             worked.tasks,
         )
-    readers = buffers.of_run(store) if "run" in config.experts.sources else []
-    readers += [buffers.of_others(source) for source in config.experts.others]
+    readers = buffers.of_run(store) if "run" in config.offline_data.sources else []
+    readers += [buffers.of_others(source) for source in config.offline_data.others]
     return DemonstrationPool(
         tasks,
         readers,
         pairs=algorithm.uses_pairs,
         labels=algorithm.uses_labels,
-        rated_at_least=config.experts.rated_at_least,
+        rated_at_least=config.offline_data.rated_at_least,
         tokenizer=compute_fingerprint(policy.tokenizer),
         context=policy.context,
         seed=seed,

@@ -1,4 +1,4 @@
-"""Builds the offload plan of a stage (section `residency`) and the manager that follows it."""
+"""Builds the offload plan of a stage (section `offload`) and the manager that follows it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def build_offload_plan(
     stage: StageConfig, policy: PolicyModel, precision: str, engines: Sequence[EngineConfig | None] | None = None
 ) -> OffloadPlan:
-    """Build the offload plan of a stage whose `residency` is not `none`.
+    """Build the offload plan of a stage whose `offload` is not `none`.
 
     Args:
         engines: those of explorers in other processes; see `engines_on_device`.
@@ -50,7 +50,7 @@ def build_offload_plan(
     Raises:
         ConfigError: a phase needs more than the budget.
     """
-    chosen, device = stage.residency, policy.device
+    chosen, device = stage.offload, policy.device
     assert chosen is not None
     explorers = None if engines is None else explorers_on_device(stage, engines)
     needs = component_phases(stage, elsewhere=explorers is not None)
@@ -64,14 +64,14 @@ def build_offload_plan(
     parts = [ComponentSpec(GRADIENTS, sizes[GRADIENTS], frozenset({"train"}), "destroyed", "destroyed")]
     for name, size in sizes.items():
         if name != GRADIENTS:
-            away = "destroyed" if name in REBUILT_COMPONENTS else out
-            parts.append(ComponentSpec(name, size, needs[name], getattr(chosen, name), away, eager=name == "cache"))
+            fallback = "destroyed" if name in REBUILT_COMPONENTS else out
+            parts.append(ComponentSpec(name, size, needs[name], getattr(chosen, name), fallback, eager=name == "cache"))
     budget = default_memory_budget(device) if chosen.budget_gb is None else chosen.budget_gb * GB
     plan = plan_offload(parts, stage_phases(stage), budget, where=f"stage {stage.name}: ")
     casting = sizes["policy"] + sizes.get(CAST, 0)
     if "rollout" in plan.places and plan.places["rollout"][POLICY] != "device" and casting > budget:
         raise ConfigError(
-            f"stage {stage.name}: residency.budget_gb: the budget is {budget / GB:.3g} GB, and the phase `rollout` "
+            f"stage {stage.name}: offload.budget_gb: the budget is {budget / GB:.3g} GB, and the phase `rollout` "
             f"begins with the policy and the engine's cast of it, {casting / GB:.3g} GB; raise budget_gb"
         )
     return plan
@@ -80,9 +80,9 @@ def build_offload_plan(
 def build_offloader(stage: Stage, plan: OffloadPlan) -> OffloadManager:
     """Build the offload manager of this process; all components are on the device."""
     config, policy, context = stage.config, stage.policy, stage.context
-    assert config.residency is not None
+    assert config.offload is not None
     trainer = cast("Trainer | DistributedTrainer", stage.trainer)  # others are refused
-    folder = config.residency.folder or context.run_dir
+    folder = config.offload.folder or context.run_dir
     known = plan.places[stage_phases(config)[0]]
 
     components = [each for each in trainer.offloadable(folder) if each.name in known]

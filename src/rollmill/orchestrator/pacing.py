@@ -9,8 +9,10 @@ from dataclasses import dataclass
 class Pacing:
     """Admits rollouts (AReaL, arXiv:2505.24298), by floor(submitted / batch) <= version + steps_ahead.
 
-    Groups count as submitted if they have a place in a step: those that were trained on or may still be. Groups that
-    the pipeline dropped do not count; groups that other processes put into the buffer do.
+    `submitted` counts all groups since the start of the stage, `ahead` below only those that no finished step has used:
+    submitted = done * batch + ahead, and `version` is `done`. Groups count as submitted if they have a place in a step:
+    those that were trained on or may still be. Groups that the pipeline dropped do not count; groups that other
+    processes put into the buffer do.
     """
 
     batch: int  #: groups per training step

@@ -31,7 +31,7 @@ class PhaseTrace(Trace):
 
     @contextmanager
     def enter_phase(self, kind: str, waits_for: str = "") -> Iterator[None]:
-        """Move the components that the phase needs to the device (section `residency`), and count what happens inside
+        """Move the components that the phase needs to the device (section `offload`), and count what happens inside
         as its seconds. Raises OffloadError if there is no room for them."""
         self._says(kind, waits_for)
         if kind in _PHASES:
@@ -41,10 +41,10 @@ class PhaseTrace(Trace):
             yield
         if self.offloader is not None and kind in _PHASES:
             ended = time.perf_counter()
-            residents, explorers = self.offloader.residents(_PHASES[kind]), self.explorers()
+            device_bytes, explorers = self.offloader.device_bytes(_PHASES[kind]), self.explorers()
             if explorers:
-                residents.pop(ENGINE, None)  # the estimate for all of them
-            for name, size in (residents | explorers).items():
+                device_bytes.pop(ENGINE, None)  # the estimate for all of them
+            for name, size in (device_bytes | explorers).items():
                 self.add(f"{ON_DEVICE}{kind}/{name}", began, began, ended, size)
 
     def enter(self, phase: Phase) -> None:

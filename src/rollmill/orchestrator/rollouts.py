@@ -81,7 +81,7 @@ class RolloutBackend(Protocol):
             OffloadError: an explorer has no room for it elsewhere.
         """
 
-    def residents(self) -> dict[str, int]:
+    def device_bytes(self) -> dict[str, int]:
         """Return the bytes of components on devices of explorers in other processes, as far as they are known."""
         ...
 
@@ -207,7 +207,7 @@ class LocalRollouts:
         """Ends vLLM's process; the native engine's memory is moved by the offload plan."""
         await self.engine.sleep(destroy=True)
 
-    def residents(self) -> dict[str, int]:
+    def device_bytes(self) -> dict[str, int]:
         """Empty: there are no explorers in other processes."""
         return {}
 

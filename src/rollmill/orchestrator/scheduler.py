@@ -198,7 +198,7 @@ class RolloutScheduler:
         self._counted["whole"] += len(part.experiences)
         self._counted["segments"] += sum(each.info[SEGMENTS] for each in part.experiences)
         self.queue.generated(number, part.experiences)
-        await self._explorer.judge(task, sampling, part)
+        await self._explorer.score_part(task, sampling, part)
         return part.experiences
 
     # -- ending ------------------------------------------------------------------------------------------------

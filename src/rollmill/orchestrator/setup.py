@@ -171,7 +171,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     torch.set_num_threads(machine["threads"])
     engines = engines_on_device(config)
     for stage in loaded.stages:
-        if stage.residency is not None and not joined:
+        if stage.offload is not None and not joined:
             build_offload_plan(stage, policy, machine["precision"], engines)  # a plan that does not fit fails here
     if not joined:
         save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
@@ -212,7 +212,7 @@ def _rewards(stage: StageConfig) -> list[tuple[list[Reward], RewardManagerConfig
     """The rewards of the stage's domains, and those of held-out sets with other rewards, with their limits."""
     sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
     own = [stage.for_evaluation(each) for each in sets if each.rewards is not None]
-    return [(view.rewards, view.judging) for view in (*stage.by_domain().values(), *own)]
+    return [(view.rewards, view.reward_settings) for view in (*stage.by_domain().values(), *own)]
 
 
 def _select(stage: StageConfig, policy: PolicyModel, tasksets: dict[str, Taskset]) -> StageTasks:
@@ -223,12 +223,12 @@ def _select(stage: StageConfig, policy: PolicyModel, tasksets: dict[str, Taskset
         own = [task for task in training.tasks if task.taskset == name] if name else training.tasks
         section = f"domains.{name}.taskset" if name else "taskset"
         require_references(view.rewards, own, f"stage {stage.name}: {section}")
-        require_verdicts(view.rewards, view.judging, own, f"stage {stage.name}: {section}")
+        require_verdicts(view.rewards, view.reward_settings, own, f"stage {stage.name}: {section}")
         require_workflows(view, own, f"stage {stage.name}: {section}")
     for name, each in sets.items():
         view, where = stage.for_evaluation(each), f"stage {stage.name}: {evaluation_key(name)}"
         require_references(view.rewards, held_out[name].tasks, where)
-        require_verdicts(view.rewards, view.judging, held_out[name].tasks, where)
+        require_verdicts(view.rewards, view.reward_settings, held_out[name].tasks, where)
         require_workflows(view, held_out[name].tasks, where)
     return select_tasks(stage, policy, training, held_out)
 

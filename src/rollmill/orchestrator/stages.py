@@ -90,7 +90,7 @@ class Stage:
             own = {task.id: task for task in tasks.training.tasks}
             self.privileged = PrivilegedContext(options, own, policy.tokenizer, policy.context)
         self.offload_plan: OffloadPlan | None = None
-        if config.residency is not None:
+        if config.offload is not None:
             engines = None if context.explorers is None else context.engines
             self.offload_plan = build_offload_plan(config, policy, context.precision, engines)
         self.backend = self._open_backend()
@@ -99,7 +99,7 @@ class Stage:
         self.offloader: OffloadManager | None = None
         if self.offload_plan is not None:
             self.offloader = build_offloader(self, self.offload_plan)
-        self.trace.offloader, self.trace.explorers = self.offloader, self.backend.residents
+        self.trace.offloader, self.trace.explorers = self.offloader, self.backend.device_bytes
         self.store = context.buffers.of_stage(config)
         self.pipeline = build_stage_pipeline(config, policy, self.seed)
         self.offline_data: OfflineData | None = None
@@ -223,7 +223,12 @@ class Stage:
         self.store.rewind(self.state.stores.get(self.store.kind), step=self.version)
 
     def _mark_boundary(self) -> None:
-        """Remember where the stage is between two steps: what a checkpoint stores even if the next step has begun."""
+        """Remember where the stage is between two steps: what a checkpoint stores even if the next step has begun.
+
+        Rollouts of the next step change sampler, queue, buffer, pipeline and demonstrations, so these are copied here.
+        Only an update changes weights and optimizer; `trainer_state` reads them when a checkpoint is written, which
+        `updating` forbids after an update that failed. `snapshot` adds the rewards of finished rollouts.
+        """
         self.state.experts = None if self.offline_data is None else self.offline_data.pool.state_dict()
         self.state.pipeline = self.pipeline.state_dict()
         if self.drafts is not None:

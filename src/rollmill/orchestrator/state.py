@@ -21,7 +21,8 @@ class StageState:
     tasks: dict[str, Any] | None = None  #: the sampler's state
     experts: dict[str, Any] | None = None  #: the demonstration sampler's state
     pipeline: dict[str, Any] = field(default_factory=dict)  #: the pipeline operators' states
-    stores: dict[str, dict[str, Any]] = field(default_factory=dict)  #: positions of buffers, by their kind
+    stores: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Marks of buffers by kind: a position in SQL, the groups themselves in memory."""
     groups: list[list[dict[str, Any]]] = field(default_factory=list)  #: finished groups not yet trained on
     numbers: list[int] = field(default_factory=list)  #: numbers of these groups, in order of submission
     unfinished: list[tuple[int, str]] = field(default_factory=list)  #: groups to roll out again: number and task

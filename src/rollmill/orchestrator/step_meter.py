@@ -32,7 +32,7 @@ class StepMeter:
         self._stage = stage
         self._rewards: Counter[str] = Counter()  # counters at the end of the last step, as are the two below
         self._engine: dict[str, float] = {}
-        self._away_seconds = OUTAGES.seconds()
+        self._outage_seconds = OUTAGES.seconds()
 
     def begin(self) -> None:
         """Start a step."""
@@ -71,9 +71,9 @@ class StepMeter:
         for each in [] if stage.evaluator is None else stage.evaluator.counters():
             rewards.update(each)
         metrics = {f"judging/{key}": value - self._rewards.get(key, 0.0) for key, value in rewards.items()}
-        away_before, self._away_seconds = self._away_seconds, OUTAGES.seconds()
-        if self._away_seconds > away_before:
-            metrics["judging/away_seconds"] = self._away_seconds - away_before
+        outages_before, self._outage_seconds = self._outage_seconds, OUTAGES.seconds()
+        if self._outage_seconds > outages_before:
+            metrics["judging/away_seconds"] = self._outage_seconds - outages_before
         engine = stage.engine.counters()
         metrics |= generation_metrics(self._engine_before, engine, self._generated)
         metrics |= engine_metrics(self._engine, engine)

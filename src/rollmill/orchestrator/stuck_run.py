@@ -98,7 +98,7 @@ def _symptoms(stage: StageConfig, metrics: Mapping[str, Any], trained: int) -> s
 def _is_solved(stage: StageConfig, reward: float) -> bool:
     """True if nearly all completions earn all that they can."""
     views = [view for domain in stage.by_domain().values() for view in domain.by_role().values()]
-    maxima = [attainable_maximum(view.rewards, view.judging, names) for view in views for names in _named(view)]
+    maxima = [attainable_maximum(view.rewards, view.reward_settings, names) for view in views for names in _named(view)]
     known = [each for each in maxima if each is not None]
     return len(known) == len(maxima) and reward >= _SOLVED * max(known) > 0
 

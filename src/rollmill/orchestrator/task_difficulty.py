@@ -153,7 +153,7 @@ def score_by_judge(stage: StageConfig, judge: LLMJudge | None, out: Path, progre
     file = ScoreFile(out, {"by": "judge", "model": model, "votes": config.votes, "temperature": config.temperature})
     tasks = load_taskset(stage.required_taskset).tasks
     todo = [task for task in tasks if not file.has(task)]
-    resources = RewardResources(stage.judging.workers)
+    resources = RewardResources(stage.reward_settings.workers)
     try:
         rater = DifficultyJudge(config, resources)
         tally = ScoreProgress(file, len(tasks), len(tasks) - len(todo), progress)

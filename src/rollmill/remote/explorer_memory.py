@@ -1,4 +1,4 @@
-"""Offloading in an explorer's process: what it holds leaves the device while the trainer needs that (`residency`)."""
+"""Offloading in an explorer's process: what it holds leaves the device while the trainer needs that (`offload`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollmill.offload.plan import ENGINE, GB, StorageTier, vllm_bytes
 from rollmill.rewards.builtin.model import LoadedRewardModel, loaded_reward_models
 
 _HERE: Phase = "rollout"
-_AWAY: Phase = "train"  #: and `inference`, which needs nothing of an explorer, either
+_OFFLOADED: Phase = "train"  #: and `inference`, which needs nothing of an explorer, either
 _CACHE, _REWARDS = "cache", "rewards"
 MOVED = "residency/explorers"
 """Prefix of the metrics of an explorer's moves: /gb and /seconds, of all components together."""
@@ -69,24 +69,24 @@ class ExplorerMemory:
                 RebuildableComponent(CAST, core.weights.bytes, destroy=core.destroy_weights),
                 RebuildableComponent(_CACHE, core.cache_bytes, destroy=core.destroy_cache),
             ]
-        away: StorageTier = "disk" if device.type == "cpu" else "memory"
-        tiers: dict[str, StorageTier] = {POLICY: away, CAST: "destroyed", _CACHE: "destroyed", _REWARDS: away}
-        plan = OffloadPlan({_HERE: dict.fromkeys(tiers, "device"), _AWAY: tiers}, {})
+        tier: StorageTier = "disk" if device.type == "cpu" else "memory"
+        tiers: dict[str, StorageTier] = {POLICY: tier, CAST: "destroyed", _CACHE: "destroyed", _REWARDS: tier}
+        plan = OffloadPlan({_HERE: dict.fromkeys(tiers, "device"), _OFFLOADED: tiers}, {})
         self._manager = OffloadManager(self._components, plan, device)
         self._moving = asyncio.Lock()
         self._moved: dict[str, float] = defaultdict(float)
-        self.is_away = False
+        self.is_offloaded = False
 
     async def offload(self) -> None:
         """Free the device once nothing is generated any more. Raises OffloadError if there is no room elsewhere."""
         async with self._moving:
-            if self.is_away:
+            if self.is_offloaded:
                 return
             self._find_scorers()
             await self._engine.drain()
             await self._end_process()
-            await asyncio.to_thread(self._manager.enter, _AWAY)  # the trainer's questions are answered meanwhile
-            self.is_away = True
+            await asyncio.to_thread(self._manager.enter, _OFFLOADED)  # the trainer's questions are answered meanwhile
+            self.is_offloaded = True
 
     async def _end_process(self) -> None:
         """End vLLM's process, if there is one."""
@@ -102,17 +102,17 @@ class ExplorerMemory:
     async def restore(self) -> None:
         """Bring everything back, apart from vLLM's process, which its first request starts."""
         async with self._moving:
-            if self.is_away:
+            if self.is_offloaded:
                 await asyncio.to_thread(self._manager.enter, _HERE)
-                self.is_away = False
+                self.is_offloaded = False
 
-    def residents(self) -> dict[str, int]:
+    def device_bytes(self) -> dict[str, int]:
         """Bytes of each component that is on the device now; those of vLLM's process are an estimate."""
         self._find_scorers()
         found: Counter[str] = Counter()
         for each in self._components:
             found[each.name] += each.bytes()
-        found[ENGINE] = 0 if self.is_away else self._process_bytes
+        found[ENGINE] = 0 if self.is_offloaded else self._process_bytes
         return {name: size for name, size in found.items() if size}
 
     def metrics(self) -> dict[str, float]:

@@ -13,8 +13,8 @@ from rollmill.trackers.heartbeat import HeartbeatWriter
 from rollmill.waiting import OUTAGES, Outage, OutageLog
 
 _IDLE = "nothing", "the trainer"
-_AWAY = "hold nothing", "the trainer"
-"""Activity while another phase has the device (section `residency`)."""
+_OFFLOADED = "hold nothing", "the trainer"
+"""Activity while another phase has the device (section `offload`)."""
 
 
 class ExplorerWorker:
@@ -56,18 +56,18 @@ class ExplorerWorker:
             await self._leave()
             self._heartbeat.set_activity("begin a stage")
             stage = self._build_stage(self._localize(setup), self._kind)
-            if setup.starts_away:
+            if setup.starts_offloaded:
                 try:
                     await stage.offload()
                 except BaseException:
                     await stage.close()
                     raise
             self._stage, self._use = stage, use
-            self._heartbeat.set_activity(*(_AWAY if setup.starts_away else _IDLE))
+            self._heartbeat.set_activity(*(_OFFLOADED if setup.starts_offloaded else _IDLE))
 
     async def update(self, use: str, version: int) -> None:
         """Update to weights of this version."""
-        if use == self._use and self._stage is not None and not self._stage.is_away:
+        if use == self._use and self._stage is not None and not self._stage.is_offloaded:
             await self._stage.update(version)
             self._report(version)
 
@@ -99,7 +99,7 @@ class ExplorerWorker:
         while self._running:  # dropped ones
             await asyncio.wait(self._running)
         reply = await self._stage.offload()
-        self._heartbeat.set_activity(*_AWAY)
+        self._heartbeat.set_activity(*_OFFLOADED)
         return reply
 
     async def tokens_generated(self, use: str) -> int:

@@ -101,7 +101,7 @@ class RemoteRollouts:
         self._last_part = -1
         self._metrics: list[dict[str, float]] = []
         self._counters: dict[tuple[str, int], dict[str, float]] = {}  # by explorer and its start, dead ones included
-        self._residents: dict[str, dict[str, int]] = {}  # by explorer
+        self._device_bytes: dict[str, dict[str, int]] = {}  # by explorer
         self._name = uuid.uuid4().hex  # of this use of the explorers: earlier requests are dropped
         self.engine, place, self._sender = self._open(stage)
         examples = [task for task in stage.tasks.training.tasks if task.response is not None]
@@ -115,8 +115,8 @@ class RemoteRollouts:
                 examples,
                 fleet.transport.kind,
                 place,
-                (config.residency and config.residency.folder) or fleet.folder,
-                starts_away=stage.offload_plan is not None and engine_leaves(stage.offload_plan, "train"),
+                (config.offload and config.offload.folder) or fleet.folder,
+                starts_offloaded=stage.offload_plan is not None and engine_leaves(stage.offload_plan, "train"),
             )
         )
         self._started: asyncio.Task[None] | None = None
@@ -196,7 +196,7 @@ class RemoteRollouts:
         count_progress(Progress.TOKENS)
         self._count_tokens(name, reply.tokens)
         self._metrics += reply.metrics
-        self._residents[name[0]] = reply.residents
+        self._device_bytes[name[0]] = reply.device_bytes
         self._counters[name] = reply.counters
         for text in reply.told:
             OUTAGES.tell(f"{name[0]}: {text}")
@@ -205,15 +205,15 @@ class RemoteRollouts:
     async def offload(self) -> None:
         """Free every explorer's device until its next rollout. One that is lost meanwhile begins again without holding
         anything."""
-        advice = "Is its disk very slow, or is it stopped? residency.engine: device leaves explorers as they are."
+        advice = "Is its disk very slow, or is it stopped? offload.engine: device leaves explorers as they are."
         found = await self._pool.order("offload", self._name, timeout_s=_OFFLOAD_S, advice=advice)
         for name, reply in found.items():
-            self._residents[name] = reply.residents
+            self._device_bytes[name] = reply.device_bytes
             self._metrics.append(reply.metrics)
 
-    def residents(self) -> dict[str, int]:
+    def device_bytes(self) -> dict[str, int]:
         names = [each.name for each in self._pool.workers]
-        held = {name: self._residents.get(name, {}) for name in names}
+        held = {name: self._device_bytes.get(name, {}) for name in names}
         return {f"{name} {component}": size for name, sizes in held.items() for component, size in sizes.items()}
 
     async def _keep_weights(self) -> None:
@@ -294,7 +294,7 @@ class RemoteExplorer:
         request = RolloutRequest(task, sampling, n, seed, group, version, stage=self._stage, part=part, begun=[*begun])
         return PartialRollout(await self._roll_out(request))
 
-    async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
+    async def score_part(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
         """No-op: rewards have arrived with the tokens."""
 
     async def _roll_out(self, request: RolloutRequest) -> list[Experience]:

@@ -52,7 +52,7 @@ class WorkerSetup:
     transport: str  #: of the weights: memory, folder or broadcast
     weights_address: str  #: path of the weights, or the address of the sender
     folder: Path = Path()  #: of what leaves a CPU's memory
-    starts_away: bool = False  #: another phase than the rollouts may be under way, in which explorers hold nothing
+    starts_offloaded: bool = False  #: another phase than the rollouts may be under way, in which explorers hold nothing
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class RolloutReply:
     metrics: list[dict[str, float]] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)  #: counts of rewards since the start of the process
     counts: dict[str, float] = field(default_factory=dict)  #: counts of rollouts by a workflow
-    residents: dict[str, int] = field(default_factory=dict)  #: bytes of what the process holds, by component
+    device_bytes: dict[str, int] = field(default_factory=dict)  #: bytes of what the process holds, by component
     told: list[str] = field(default_factory=list)  #: failures that the process got over
 
 
@@ -93,7 +93,7 @@ class RolloutReply:
 class OffloadReply:
     """Bytes that a process still holds after it has freed its device, and its moves since its last reply."""
 
-    residents: dict[str, int]
+    device_bytes: dict[str, int]
     metrics: dict[str, float]
 
 
@@ -136,7 +136,7 @@ class StageWorker:
         self._parts: set[int] = set()  # running requests that may be interrupted
         self._interrupted = -1  # the last of them that is
         self._memory: ExplorerMemory | None = None
-        if stage.residency is not None:
+        if stage.offload is not None:
             self._memory = ExplorerMemory(
                 stage,
                 self._policy.model,
@@ -154,12 +154,12 @@ class StageWorker:
         if self._updating is not None:
             await asyncio.wait([self._updating])
         await self._memory.offload()
-        return OffloadReply(self._memory.residents(), self._memory.metrics())
+        return OffloadReply(self._memory.device_bytes(), self._memory.metrics())
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """True while the device belongs to others."""
-        return self._memory is not None and self._memory.is_away
+        return self._memory is not None and self._memory.is_offloaded
 
     async def update(self, version: int) -> None:
         """Update to weights of at least this version; running rollouts continue with them."""
@@ -193,7 +193,7 @@ class StageWorker:
             ],
             sum_metrics([each.counters() for each in self._rewards]),
             explorer.take_counts(),
-            {} if memory is None else memory.residents(),
+            {} if memory is None else memory.device_bytes(),
         )
 
     @property
@@ -218,7 +218,7 @@ class StageWorker:
         try:
             part = await explorer.part(task, sampling, **group, begun=request.begun)
             if not any(each.stop_reason is StopReason.ABORTED for each in part.experiences):
-                await explorer.judge(task, sampling, part)
+                await explorer.score_part(task, sampling, part)
             return part.experiences
         finally:
             self._parts.discard(request.part)

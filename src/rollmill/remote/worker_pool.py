@@ -215,7 +215,11 @@ class WorkerPool:
         calls = {(each.name, each.start_id): asyncio.ensure_future(_call(each, method, *arguments)) for each in workers}
         if calls:
             await asyncio.wait(calls.values(), timeout=timeout_s)
-        found = {key: call.result() for key, call in calls.items() if call.done() and not _is_lost(call)}
+        found = {
+            key: call.result()
+            for key, call in calls.items()
+            if call.done() and not isinstance(call.exception(), WorkerLostError)
+        }
         for call in calls.values():
             call.cancel()
         return found
@@ -379,10 +383,6 @@ async def _require_sign(
         if answer.done() or before is None or await asyncio.to_thread(read_beat, run_dir, name) != before:
             return
     raise TimeoutError
-
-
-def _is_lost(call: asyncio.Task[Any]) -> bool:
-    return isinstance(call.exception(), WorkerLostError)
 
 
 def _failed(task: asyncio.Task[None]) -> BaseException | None:

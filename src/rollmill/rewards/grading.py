@@ -35,7 +35,9 @@ def build_graders(stage: StageConfig, workers: int | None = None) -> StageReward
     """
 
     def build(view: StageConfig) -> RewardManager:
-        settings = view.judging if workers is None else view.judging.model_copy(update={"workers": workers})
+        settings = (
+            view.reward_settings if workers is None else view.reward_settings.model_copy(update={"workers": workers})
+        )
         return build_reward_manager(view.rewards, settings)
 
     return StageRewards.build(stage, build)

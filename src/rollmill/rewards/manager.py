@@ -365,7 +365,7 @@ def build_reward_manager(
     tokenizer: Any = None,
     device: str | None = None,
 ) -> RewardManager:
-    """Build the manager for a run file's `rewards` and `judging`.
+    """Build the manager for a run file's `rewards` and `reward_settings`.
 
     Rewards with the same name become name, name#2, ...; a Python function uses its own name. Worker processes start
     with the first completion that needs one.

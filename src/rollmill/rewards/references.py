@@ -70,6 +70,6 @@ def require_verdicts(
             raise ConfigError(
                 f"{where}: the rewards `{both[0]}` and `{both[1]}` both say whether the answer of task `{task.id}` is "
                 "right, so a right one would earn both. Write tasks of different kinds as `domains` with their own "
-                "rewards, name each row's rewards in a column (taskset.fields.rewards), or set judging.verdicts: "
-                "several"
+                "rewards, name each row's rewards in a column (taskset.fields.rewards), or set "
+                "reward_settings.verdicts: several"
             )

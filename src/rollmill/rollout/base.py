@@ -78,7 +78,7 @@ class ExplorerProtocol(RolloutGenerator, Protocol):
         """
         ...
 
-    async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
+    async def score_part(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
         """Set the rewards of a part whose completions have all ended, where they are missing."""
 
     def take_counts(self) -> dict[str, float]:

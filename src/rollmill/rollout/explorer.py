@@ -212,8 +212,8 @@ class Explorer:
         ]
         return self._experiences(task, completions, sampling, group)
 
-    async def judge(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
-        """Raises RewardError, as `rollout` does."""
+    async def score_part(self, task: Task, sampling: SamplingConfig, part: PartialRollout) -> None:
+        """Set the rewards of a part whose completions have all ended. Raises RewardError, as `rollout` does."""
         self._add(part.experiences, await self._rewards.score_group(task, part.completions), sampling)
 
     def take_counts(self) -> dict[str, float]:

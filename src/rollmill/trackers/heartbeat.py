@@ -98,8 +98,8 @@ class HeartbeatWriter:
     def _write(self) -> None:
         with self._lock:
             self._now = replace(self._now, beat=time.time())
-            away = "" if self._ended.is_set() else OUTAGES.describe()
-            text = json.dumps(asdict(self._now) | ({"waits_for": away} if away else {})) + "\n"
+            outages = "" if self._ended.is_set() else OUTAGES.describe()
+            text = json.dumps(asdict(self._now) | ({"waits_for": outages} if outages else {})) + "\n"
             try:
                 atomic_write(self._path, text.encode())
             except RollmillError:

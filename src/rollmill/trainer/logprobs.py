@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+import rollmill.models.experts  # noqa: F401  registers how experts are multiplied
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
 from rollmill.models.attention import base_network, build_forward_inputs, use_attention_context

@@ -233,7 +233,7 @@ class Trainer:
         self.coefficients.update(metrics, rollouts)
 
     def offloadable(self, folder: Path) -> list[Offloadable]:
-        """Returns the components held in memory between steps, by the names of `residency`; `folder` is for files."""
+        """Returns the components held in memory between steps, by the names of `offload`; `folder` is for files."""
         found: dict[str, TensorGetter] = {
             "policy": self.model.parameters,
             "optimizer": partial(optimizer_tensors, self._optimizer),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from rollmill.apps.importing.conversion import import_file, to_run_file
 from rollmill.cli import main
 from rollmill.config.loader import LoadedRun, load_run
+from rollmill.config.validation_errors import FORMER_NAMES
 from rollmill.errors import ConfigError
 
 GRPO = """\
@@ -245,7 +247,7 @@ def test_trinity(tmp_path: Path) -> None:
     assert stage.max_staleness == 1
     assert (algorithm.loss.clip_low, algorithm.kl.estimator, stage.trainer.max_grad_norm) == (0.2, "k2", 0.5)
     source = {"path": "hf://openai/gsm8k", "split": "train", "subset": "main", "chat": True}
-    assert found.sections["taskset"] == source | {"order": "sequential"}
+    assert found.sections["taskset"] == source | {"sampler": "sequential"}
     assert found.sections["evaluation"]["sets"]["test"]["taskset"]["split"] == "test"
     assert found.lost == {}
 
@@ -307,7 +309,7 @@ def test_defaults_of_trinity_are_written(
     assert algorithm.kl.where == "loss"
     assert {key: getattr(algorithm.loss, key) for key in loss} == loss
     assert found.lost == {}
-    assert found.sections["taskset"]["order"] == "sequential"
+    assert found.sections["taskset"]["sampler"] == "sequential"
 
 
 def test_penalties_of_trinity(tmp_path: Path) -> None:
@@ -344,7 +346,7 @@ def test_evaluations_of_trinity_keep_their_sampling(tmp_path: Path) -> None:
     assert (gsm.samples, gsm.sampling.temperature, gsm.sampling.top_k, gsm.sampling.max_new_tokens) == (1, 1.0, 5, 99)
     assert once.samples == 0
     assert evaluation.every == 100
-    assert run.stages[0].required_taskset.order.name == "shuffled"
+    assert run.stages[0].required_taskset.sampler.name == "shuffled"
     thinking = {"enable_thinking": False}
     assert [each.chat_template_kwargs for each in run.stages[0].evaluation.tasksets()] == [thinking] * 3  # type: ignore[union-attr]
     assert run.stages[0].required_taskset.chat_template_kwargs == thinking
@@ -393,7 +395,7 @@ def test_rows_that_verl_does_not_shuffle_stay_in_order(files: Any, tmp_path: Pat
     run, found = imported(tmp_path, text)
     taskset = run.stages[0].required_taskset
     for entry in taskset.mix or [taskset]:
-        assert (entry.order.name, entry.fields.images) == ("sequential", "picture")
+        assert (entry.sampler.name, entry.fields.images) == ("sequential", "picture")
         assert entry.chat_template_kwargs == {"enable_thinking": False}
     assert found.lost == {}
     assert found.unneeded == []
@@ -403,7 +405,7 @@ def test_order_and_switches_of_trl(tmp_path: Path) -> None:
     text = GRPO + "shuffle_dataset: false\nchat_template_kwargs: {enable_thinking: false}\noptim: adamw_8bit\n"
     run, _ = imported(tmp_path, text, processes=2)
     taskset = run.stages[0].required_taskset
-    assert (taskset.order.name, taskset.chat_template_kwargs) == ("sequential", {"enable_thinking": False})
+    assert (taskset.sampler.name, taskset.chat_template_kwargs) == ("sequential", {"enable_thinking": False})
     assert run.stages[0].trainer.optimizer == "adamw_8bit"
 
 
@@ -452,3 +454,84 @@ def test_wrong_files_are_refused(text: str, options: dict[str, Any], said: str, 
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ConfigError, match=said):
         import_file(tmp_path / "x.yaml", **options)
+
+
+FORMER = """\
+# how it began
+name: mine
+model: {new: {hidden_size: 64, layers: 2, heads: 2, kv_heads: 2, context: 16, tokenizer: {kind: char}}}
+rollout: {max_new_tokens: 4}
+taskset: {path: sums.jsonl, <order>: {name: sequential}}
+rewards: [{name: exact}]   # one is enough
+<judging>: {workers: 2}
+<residency>: {optimizer: "${env:TIER:memory}"}
+stages:
+  - {name: first, steps: 1}
+  - name: second
+    algorithm: mix
+    <experts>: {sources: [taskset, run]}
+    <residency>: none
+    taskset: {mix: [{name: order, path: sums.jsonl, <order>: sequential}]}
+"""
+DOMAINS = """\
+name: mine
+model: {new: {hidden_size: 64, layers: 2, heads: 2, kv_heads: 2, context: 16, tokenizer: {kind: char}}}
+rollout: {max_new_tokens: 4}
+rewards: [{name: exact}]
+evaluation:
+  sets:
+    order: {taskset: {path: sums.jsonl, limit: 4}}   # a set of this name
+domains:
+  experts:   # and a domain
+    taskset: {path: sums.jsonl, <order>: prioritised}
+    <judging>: {clip: [-1, 1]}
+  judging: {taskset: {path: sums.jsonl}}
+"""
+SERVED = """\
+model: {new: {hidden_size: 64, layers: 2, heads: 2, kv_heads: 2, context: 16, tokenizer: {kind: char}}}
+name: mine
+max_staleness: 2
+rollout: {max_new_tokens: 4}
+algorithm: reinforce
+stages:
+  - {name: first, taskset: {path: sums.jsonl}, rewards: [{name: exact}]}
+  - {name: traffic, workflow: <traffic>}
+  - {name: second, workflow: {name: <traffic>, group: prompt}}
+"""
+"""Run files, in which <NAME> is a former name."""
+
+
+@pytest.mark.parametrize("text", [FORMER, DOMAINS, SERVED], ids=["stages", "domains", "served"])
+def test_former_names_of_a_run_file(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`check` refuses each one where it stands, and the command writes today's; nothing else of the file changes."""
+    before = re.sub(r"<(\w+)>", r"\1", text)
+    now = re.sub(r"<(\w+)>", lambda found: FORMER_NAMES[found[1]], text)
+    file, out = tmp_path / "run.yaml", tmp_path / "new.yaml"
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "response": "2"}\n')
+    file.write_text(before)
+    assert main(["check", str(file)]) == 2
+    refused = capsys.readouterr().err
+    for number, (old, new) in enumerate(zip(before.splitlines(), now.splitlines(), strict=True), 1):
+        assert (f"run.yaml:{number}: " in refused) == (old != new), old
+    one = re.findall(r"<(\w+)>", text)[0]
+    assert f"`{one}` is called `{FORMER_NAMES[one]}` now; `rollmill import-config FILE --out NEW` rewrites" in refused
+    assert main(["import-config", str(file), "--out", str(out)]) == 0
+    assert out.read_text() == now
+    assert main(["check", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["import-config", str(out), "--out", str(file), "--force", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["framework"], again["notes"], again["problems"]) == ("rollmill", [], [])
+    assert again["run"]["name"] == "mine"
+    assert file.read_text() == now
+
+
+def test_former_names_in_evaluation_sets(tmp_path: Path) -> None:
+    """They mean nothing there, which `check` says of the names of today."""
+    text = "evaluation: {taskset: {mix: [{<order>: shuffled}]}, sets: {order: {taskset: {<order>: shuffled}}}}\n"
+    (tmp_path / "run.yaml").write_text(text.replace("<order>", "order"))
+    assert import_file(tmp_path / "run.yaml").text == text.replace("<order>", "sampler")
+
+
+def test_every_former_name_is_tried() -> None:
+    assert set(re.findall(r"<(\w+)>", FORMER + DOMAINS + SERVED)) == FORMER_NAMES.keys()

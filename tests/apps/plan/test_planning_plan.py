@@ -114,7 +114,7 @@ def test_memory_by_rank_and_process(found: Calibration) -> None:
     assert "cache" not in plan.processes["trainer"].parts
 
 
-def test_with_residency_rollouts_need_the_policy_unless_there_is_a_cast_of_all_of_it(found: Calibration) -> None:
+def test_with_offload_rollouts_need_the_policy_unless_there_is_a_cast_of_all_of_it(found: Calibration) -> None:
     merged = replace(found, sizes=found.sizes | {"cast": found.sizes["policy"] // 2})  # adapters, in fp32
     for precision, needed in (("fp32", {"policy", "cast"}), ("bf16", {"cast"})):
         least = plan_stage(replace(merged, precision=precision), MachineSpec(4, 64e9)).least["rollout"]
@@ -225,12 +225,12 @@ def test_what_does_not_fit_names_keys(found: Calibration) -> None:
     rollout, train = too_large(stage, memory, least, 7e9)
     assert "phase `rollout` takes 10 GB of 7 GB (cache 8" in rollout
     assert "rollout.max_sequences (256)" in rollout
-    assert "residency: {budget_gb: 7} leaves 6 GB" in train
+    assert "offload: {budget_gb: 7} leaves 6 GB" in train
     assert "trainer.sharding: fsdp" in train
     assert list(too_large(stage, memory, least, 11e9)) == []
     ranked = stage.model_copy(deep=True)
-    ranked.trainer.ranks, ranked.trainer.sharding = 2, "fsdp"  # which has no residency
-    assert "residency" not in "".join(too_large(ranked, memory, least, 7e9))
+    ranked.trainer.ranks, ranked.trainer.sharding = 2, "fsdp"  # which does not offload
+    assert "offload" not in "".join(too_large(ranked, memory, least, 7e9))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,7 +264,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_memory_is_that_of_a_run(tmp_path: Path, changes: dict[str, Any]) -> None:
-    path = tiny_run(tmp_path, **GRPO | changes | {"residency": {"budget_gb": 1000}})
+    path = tiny_run(tmp_path, **GRPO | changes | {"offload": {"budget_gb": 1000}})
     command = [sys.executable, "-m", "rollmill"]  # processes of their own, whose memory nobody else has used
     subprocess.run([*command, "run", path, "--out", tmp_path / "out", "--json"], check=True, capture_output=True)
     planned = subprocess.run([*command, "plan", path, "--json"], check=True, capture_output=True)

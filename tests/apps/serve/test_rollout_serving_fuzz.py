@@ -44,11 +44,12 @@ def still_answers(site: Running) -> None:
 
 
 @pytest.mark.slow
-def test_many_requests_of_every_kind() -> None:
+@pytest.mark.parametrize("examples", [10, pytest.param(30, marks=pytest.mark.thorough)])
+def test_many_requests_of_every_kind(examples: int) -> None:
     with running(max_new_tokens=4) as site:
-        statuses = fuzz(described(site, HEADERS), site.address, HEADERS, 30, checks=CHECKS, secrets=[KEY])
-        assert sum(statuses.values()) > 400
-        assert statuses[200] > 10
+        statuses = fuzz(described(site, HEADERS), site.address, HEADERS, examples, checks=CHECKS, secrets=[KEY])
+        assert sum(statuses.values()) > 13 * examples
+        assert statuses[200] > examples // 3
         still_answers(site)
 
 
@@ -64,7 +65,7 @@ def test_other_clients_see_and_change_nothing() -> None:
         for key in (OTHER_KEY, "sk-wrong", ""):
             secrets = [own, made.json()["id"], KEY, OTHER_KEY]
             headers = {"authorization": f"Bearer {key}"} if key else {}
-            statuses = fuzz(schema, site.address, headers, 10 if key == OTHER_KEY else 3, secrets=secrets)
+            statuses = fuzz(schema, site.address, headers, 5 if key == OTHER_KEY else 2, secrets=secrets)
             assert key == OTHER_KEY or set(statuses) <= {200, 401, 405}, statuses  # 200: /health
         assert site.session(own, "ann") is session
         assert (session.parts, len(session.recorder.calls)) == ({}, 1)

@@ -247,6 +247,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 }
 for _name, _kernel in _KERNELS.items():
     _library.impl(_name, _kernel, "CUDA")
-for _name in ("convolution", "convolution_backward"):
+# convolutions choose their kernel by device; the norm is one kernel on a GPU, and several on a CPU
+for _name in ("convolution", "convolution_backward", "_fused_rms_norm"):
     _op = getattr(torch.ops.aten, _name).default
     _library.impl(_name, lambda *args, _op=_op, **kwargs: _on_host(_op, *args, **kwargs), "CUDA")

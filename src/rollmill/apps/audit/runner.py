@@ -123,7 +123,7 @@ def _full(
     if options.full is not None:
         return options.full
     own = bool(stage.domains) or of_role or named is not None
-    maximum = attainable_maximum(view.rewards, view.judging, named) if own else None
+    maximum = attainable_maximum(view.rewards, view.reward_settings, named) if own else None
     if maximum is not None:
         return maximum
     thresholds = [] if stage.evaluation is None else [each.threshold for each in stage.evaluation.all_sets().values()]
@@ -133,7 +133,7 @@ def _full(
 async def _rewards(
     stage: StageConfig, tasks: Sequence[Task], options: AuditOptions, full: Mapping[str, float], tokenizer: Any
 ) -> list[Finding]:
-    manager = build_reward_manager(stage.rewards, stage.judging, tokenizer=tokenizer)
+    manager = build_reward_manager(stage.rewards, stage.reward_settings, tokenizer=tokenizer)
     try:
         checks = RewardAudit(AuditGrader(manager), tasks, full=full, template=options.template, oracle=options.oracle)
         return await checks.run()

@@ -1,4 +1,5 @@
-"""`rollmill import-config FILE`: a run file from a configuration of TRL, verl or Trinity-RFT."""
+"""`rollmill import-config FILE`: a run file from a configuration of TRL, verl or Trinity-RFT, or from a run file with
+former names."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ import typer
 from rollmill.apps.importing.conversion import SOURCES, import_file, to_run_file
 from rollmill.cli.printing import print_json, print_line
 from rollmill.config.loader import load_run
+from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.errors import ConfigError
 from rollmill.files import atomic_write
 
 
 def command(
-    config: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration file (YAML) of another framework.")],
+    config: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration file (YAML), or run file.")],
     out: Annotated[Path, typer.Option("--out", help="Run file to write.")] = Path("run.yaml"),
     source: Annotated[
         str | None, typer.Option("--from", help=f"{', '.join(SOURCES)}. Default: found by the keys.")
@@ -27,7 +29,10 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the run file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Write a run file from a configuration of TRL, verl or Trinity-RFT, and list what has no counterpart."""
+    """Write a run file from a configuration of TRL, verl or Trinity-RFT, and list what has no counterpart.
+
+    A run file of rollmill is written with the names that its keys have now.
+    """
     if source is not None and source not in SOURCES:
         raise ConfigError(f"--from {source}: known are {', '.join(SOURCES)}")
     if out.exists() and not force:
@@ -41,7 +46,7 @@ def command(
         problems = str(error).splitlines()
     if as_json:
         parts = {"lost": run.lost, "notes": run.notes, "unneeded": run.unneeded, "problems": problems}
-        print_json({"framework": run.framework, "out": str(out), "run": run.sections, **parts})
+        print_json({"framework": run.framework, "out": str(out), "run": run.sections or read_plain_yaml(out), **parts})
         return
     print_line(f"wrote {out} from a configuration of {run.framework}")
     for title, texts in (

@@ -33,6 +33,11 @@ class ForeignSettings:
     def __contains__(self, key: str) -> bool:
         return key in self._values and self._values[key] is not None
 
+    @property
+    def top_level(self) -> set[str]:
+        """The keys that the file begins with, such as `actor_rollout_ref`."""
+        return {key.partition(".")[0] for key in self._values}
+
     def take(self, key: str, default: Any = None) -> Any:
         """Returns a value, or `default` if it is missing or null. References to other keys are followed."""
         self._read.add(key)
@@ -73,7 +78,7 @@ def read_foreign(path: Path) -> ForeignSettings:
 
 @dataclass
 class ImportedRun:
-    """A run file made of another framework's settings."""
+    """A run file made of another framework's settings, or of an earlier run file."""
 
     framework: str
     sections: dict[str, Any] = field(default_factory=dict)
@@ -83,6 +88,8 @@ class ImportedRun:
     """Differences, and what is left to be written."""
     unneeded: list[str] = field(default_factory=list)
     """Settings that nothing here corresponds to, and that change no result: logging, processes, kernels."""
+    text: str = ""
+    """The run file, if it was one before; else it is made of the sections."""
 
     def put(self, key: str, value: Any) -> None:
         """Sets a key of the run file, such as `trainer.lr`; None leaves it out."""

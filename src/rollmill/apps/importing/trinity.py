@@ -93,7 +93,7 @@ def import_trinity(settings: ForeignSettings, *, rows: int | None) -> ImportedRu
     if name in _OFFLINE:
         batch = whole(settings.take("buffer.train_batch_size", batch), "buffer.train_batch_size")
         run.put("algorithm.batch", batch)
-        run.put("taskset", _taskset(run, settings, f"{_B}.") | {"order": "sequential"})
+        run.put("taskset", _taskset(run, settings, f"{_B}.") | {"sampler": "sequential"})
         settings.take("model.max_response_tokens")
         settings.take("buffer.batch_size")
     else:
@@ -141,9 +141,9 @@ def _rollouts(run: ImportedRun, settings: ForeignSettings, batch: int) -> None:
     run.put("taskset", _taskset(run, settings, f"{_T}."))
     order = settings.take(f"{_T}.task_selector.selector_type", "sequential")
     if order == "sequential":
-        run.put("taskset.order", "sequential")
+        run.put("taskset.sampler", "sequential")
     elif order not in ("shuffle", "random"):
-        run.lost[f"{_T}.task_selector.selector_type"] = f"{order}: see the orders in docs/guide/curriculum.md"
+        run.lost[f"{_T}.task_selector.selector_type"] = f"{order}: see the samplers in docs/guide/curriculum.md"
     group = settings.take(f"{_T}.rollout_args.n", 1)
     size = whole(settings.take("algorithm.repeat_times", group), "algorithm.repeat_times")
     run.put("rollout.batch", batch)

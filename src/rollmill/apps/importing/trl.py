@@ -131,7 +131,7 @@ def _data(run: ImportedRun, settings: ForeignSettings, kind: str) -> None:
     else:
         run.lose({"dataset_config": config}, name, "a file has no subsets")
     if kind == "grpo" and not settings.take("shuffle_dataset", True):
-        run.put("taskset.order", "sequential")
+        run.put("taskset.sampler", "sequential")
     settings.take("shuffle_dataset")  # the other trainers draw rows at random with and without it
     if switches := settings.section("chat_template_kwargs"):
         run.put("taskset.chat_template_kwargs", switches)

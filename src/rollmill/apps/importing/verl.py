@@ -139,7 +139,7 @@ def _data(run: ImportedRun, settings: ForeignSettings) -> None:
     if not settings.take("data.shuffle", True):
         entries = run.sections["taskset"].get("mix", [run.sections["taskset"]])
         for entry in entries:
-            entry["order"] = "sequential"
+            entry["sampler"] = "sequential"
         if len(entries) > 1:
             run.notes.append("data.shuffle false: each file keeps its order, and the files take turns by weight")
     longest = settings.take("data.max_prompt_length")

@@ -117,7 +117,7 @@ def print_plan(plan: StagePlan) -> None:
         _show_rollouts(plan)
     print_table("Seconds of a step", ["phase", "seconds"], [[name, each] for name, each in step.seconds.items()])
     rows = [[phase, *_row(memory), _gb(plan.least[phase].total)] for phase, memory in plan.memory.items()]
-    print_table("Memory in GB", ["phase", "takes", "of which", "with residency"], rows)
+    print_table("Memory in GB", ["phase", "takes", "of which", "with offloading"], rows)
     print_table("Memory of `train` in GB, by rank", ["rank", "takes", "of which"], _rows(plan.ranks))
     if plan.processes:
         print_table("Memory in GB, of processes apart", ["process", "takes", "of which"], _rows(plan.processes))
@@ -159,7 +159,7 @@ def print_estimate(found: StageEstimate) -> None:
         f"{found.mean_tokens:g} tokens; nothing was loaded"
     )
     rows = [[phase, *_row(memory), _gb(found.least[phase].total)] for phase, memory in found.memory.items()]
-    print_table("Memory in GB", ["phase", "takes", "of which", "with residency"], rows)
+    print_table("Memory in GB", ["phase", "takes", "of which", "with offloading"], rows)
     print_table("Seconds of a step", ["phase", "seconds"], [[name, each] for name, each in found.seconds.items()])
     for problem in found.too_large:
         print_line(f"does not fit: {problem}; or GPUs: plan --gpus 8xH200")

@@ -37,7 +37,7 @@ Keys = Annotated[
 NoKey = Annotated[bool, typer.Option("--no-key", help="Serve without a key, to this machine only.")]
 Name = Annotated[str | None, typer.Option("--name", help="Model name in responses (default: the folder's).")]
 Step = Annotated[int | None, typer.Option("--step", help="Step of a run's checkpoint (default: the newest).")]
-Train = Annotated[bool, typer.Option("--train", help="Train on committed sessions (`workflow: traffic`).")]
+Train = Annotated[bool, typer.Option("--train", help="Train on committed sessions (`workflow: live_requests`).")]
 Record = Annotated[
     Path | None, typer.Option("--record", metavar="DIR", help="Write committed sessions to DIR/rollouts.")
 ]

@@ -299,7 +299,7 @@ def serve_training(
         attempt: given in the child of a supervisor; one that has begun is resumed.
 
     Raises:
-        ConfigError: the run's workflow is not `traffic`, or it has several stages.
+        ConfigError: the run's workflow is not `live_requests`, or it has several stages.
         RollmillError: the run failed.
         KeyboardInterrupt: the user stopped it; a checkpoint is written.
     """
@@ -310,7 +310,9 @@ def serve_training(
         source, is_run = attempt.run_dir, True
     loaded = load_run(source / CONFIG, out=source) if is_run else load_run(source, overrides, out)
     if len(loaded.stages) > 1 or not isinstance(loaded.stages[0].workflow, LiveRequestsWorkflow):
-        raise ConfigError(f"{loaded.path}: --train needs one stage with `workflow: traffic`; other runs have a taskset")
+        raise ConfigError(
+            f"{loaded.path}: --train needs one stage with `workflow: live_requests`; other runs have a taskset"
+        )
 
     @asynccontextmanager
     async def serving(stage: Stage) -> AsyncIterator[None]:

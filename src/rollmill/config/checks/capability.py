@@ -109,7 +109,7 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
             for name in (*_TRUNCATION, *_SAMPLING):
                 keys["rollout", name] = f"not honoured: {learner}, and there is no evaluation; remove it"
             keys["rewards",] = f"not honoured: {learner}, and there is no evaluation to judge; remove them"
-            keys["judging",] = f"not honoured: {learner}, and there is no evaluation to judge; remove it"
+            keys["reward_settings",] = f"not honoured: {learner}, and there is no evaluation to judge; remove it"
         elif all(each.samples == 0 for each in evaluation.all_sets().values()):
             for name in _TRUNCATION:
                 keys["rollout", name] = (
@@ -128,18 +128,18 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
     keys |= unused_offload_keys(stage)
     keys |= unused_engine_keys(stage)
     if not stage.needs_taskset and isinstance(stage.workflow, LiveRequestsWorkflow):
-        keys["taskset",] = "not honoured by workflow `traffic`, whose prompts come from an application; remove it"
+        keys["taskset",] = "not honoured by workflow `live_requests`, whose prompts come from an application; remove it"
     elif not stage.needs_taskset:
-        keys["taskset",] = f"not honoured: {learner}, and `taskset` is not among experts.sources; add it there"
+        keys["taskset",] = f"not honoured: {learner}, and `taskset` is not among offline_data.sources; add it there"
     if evaluation is None:
         keys["early_stop",] = (
             "not honoured without `evaluation`, which measures its metric; add evaluation or remove it"
         )
     if not algorithm.uses_rollouts:
         for path, section in _sections(stage.taskset, ("taskset",)):
-            if section.order.uses_success:
-                keys[(*path, "order")] = (
-                    f"not honoured: {learner}, so no success is seen; use `shuffled`, or an order by difficulty"
+            if section.sampler.uses_success:
+                keys[(*path, "sampler")] = (
+                    f"not honoured: {learner}, so no success is seen; use `shuffled`, or one by difficulty"
                 )
     if stage.evaluation is not None:
         keys |= unused_evaluation_set_keys(stage)
@@ -149,30 +149,30 @@ def _find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
 
 
 def _unused_offline_data_keys(stage: StageConfig) -> dict[KeyPath, str]:
-    """Returns keys of `experts` without effect."""
+    """Returns keys of `offline_data` without effect."""
     keys: dict[KeyPath, str] = {}
     algorithm = stage.algorithm
     if not algorithm.uses_examples:
         text = f"not honoured: algorithm `{algorithm.name}` imitates nothing; sft, mix, chord and dpo honour it"
-        keys["experts",] = text
+        keys["offline_data",] = text
     elif algorithm.uses_pairs:
         text = f"not honoured: algorithm `{algorithm.name}` learns from pairs; kto and those that imitate honour it"
-        keys["experts", "rated_at_least"] = text
+        keys["offline_data", "rated_at_least"] = text
     return keys
 
 
 def unused_evaluation_keys(taskset: TasksetConfig, at: KeyPath) -> dict[KeyPath, str]:
-    """Returns order and weights of held-out tasks, which are all evaluated once."""
+    """Returns samplers and weights of held-out tasks, which are all evaluated once."""
     keys: dict[KeyPath, str] = {}
     for path, section in _sections(taskset, (*at, "taskset")):
-        keys[(*path, "order")] = "not honoured: every held-out task is evaluated each time; remove it"
+        keys[(*path, "sampler")] = "not honoured: every held-out task is evaluated each time; remove it"
         if isinstance(section, MixEntry):
             keys[(*path, "weight")] = "not honoured: every held-out task is evaluated each time; it is in `taskset.mix`"
     return keys
 
 
 def _sections(taskset: TasksetConfig | None, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:
-    """Returns the sections of a taskset that set an order, each with its key path."""
+    """Returns the sections of a taskset that set a sampler, each with its key path."""
     if taskset is None:
         return []
     entries = [((*at, "mix", index), entry) for index, entry in enumerate(taskset.mix)]

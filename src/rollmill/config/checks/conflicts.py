@@ -215,14 +215,16 @@ def _tasksets(stage: StageConfig) -> Iterator[Conflict]:
 
 
 def _useless_sort(taskset: TasksetConfig, section: TasksetSection, at: KeyPath) -> Iterator[Conflict]:
-    """Reports a `sort` without effect: neither the order nor a later operator depends on the sequence of tasks."""
-    orders = [part.order for part in (taskset.parts() if section is taskset else [section])]
-    if any(order.sees_sequence for order in orders):
+    """Reports a `sort` without effect: neither the sampler nor a later operator depends on the sequence of tasks."""
+    samplers = [part.sampler for part in (taskset.parts() if section is taskset else [section])]
+    if any(sampler.sees_sequence for sampler in samplers):
         return
     for index, operator in enumerate(section.pipeline):
         behind = section.pipeline[index + 1 :]
         if operator.sorts and not any(each.keeps_first or type(each).function is not None for each in behind):
-            text = f"order `{orders[0].name}` takes no notice of how the tasks are sorted; give order: sequential or"
+            text = (
+                f"sampler `{samplers[0].name}` takes no notice of how the tasks are sorted; give sampler: sequential or"
+            )
             yield (*at, "pipeline", index), f"{text} easy_to_hard, or remove this"
 
 

@@ -89,7 +89,10 @@ def domain_conflicts(
 
 def _own(stage: StageConfig, name: str, view: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     if isinstance(view.workflow, LiveRequestsWorkflow):
-        yield ("workflow",), "workflow `traffic` has no tasks, and domains are kinds of tasks; use a run of its own"
+        yield (
+            ("workflow",),
+            "workflow `live_requests` has no tasks, and domains are kinds of tasks; use a run of its own",
+        )
     if stage.domains[name].algorithm is not None and stage.algorithm.uses_rollouts:
         yield from _algorithm(stage, view)
 

@@ -102,7 +102,10 @@ def _of_set(stage: StageConfig, name: str, each: EvaluationSet) -> Iterator[tupl
 def _of_workflow(stage: StageConfig, workflow: WorkflowSection) -> Iterator[tuple[KeyPath, str]]:
     """Checks what a workflow of an evaluation set needs of the stage."""
     if isinstance(workflow, LiveRequestsWorkflow):
-        yield ("workflow",), "workflow `traffic` waits for an application, and nothing asks it about held-out tasks"
+        yield (
+            ("workflow",),
+            "workflow `live_requests` waits for an application, and nothing asks it about held-out tasks",
+        )
     if workflow.uses_tools and not stage.tools:
         yield ("workflow",), f"workflow `{workflow.name}` calls tools; add some, for example tools: [calculator]"
     for key, model in workflow.models.items():

@@ -26,7 +26,7 @@ class Deployment(StrEnum):
 ENGINES = ("native", "vllm")
 
 NEEDS_ONE_PROCESS = {
-    "workflow": "an application's sessions come to the process that trains: `traffic` goes with mode serve",
+    "workflow": "an application's sessions come to the process that trains: `live_requests` goes with mode serve",
     "rollout.reuse": "drafts belong to checkpoints, which explorers do not write",
     "engine.sleep": "explorers do not sleep while the trainer works",
     "models.policy": "earlier weights of the policy are not kept for explorers that start later; give `path`",
@@ -35,7 +35,7 @@ NEEDS_ONE_PROCESS = {
 
 OFFLOAD_ENGINE = "it cannot say what memory it has; use `native` or `vllm`, or remove it"
 OFFLOAD_SHARDS = "shards are a rank's own and stay with it; use sharding: none, or remove it"
-"""Reasons for `residency` with another engine, and with shards."""
+"""Reasons for `offload` with another engine, and with shards."""
 PAST_ENGINE = (
     "the copies are decoded by rollmill's own engine, beside the policy's; use engine `native`, or policy: initial"
 )
@@ -217,19 +217,19 @@ FEATURES = (
         vllm=PAST_ENGINE,
     ),
     ModeFeature(
-        "residency",
-        "residency",
-        {"residency": "auto"},
+        "offloading",
+        "offload",
+        {"offload": "auto"},
         _TESTS + "components_leave_by_phase",
     ),
     ModeFeature(
         "memory budget",
-        "residency.budget_gb",
-        {"residency": {"budget_gb": 1.0}},
+        "offload.budget_gb",
+        {"offload": {"budget_gb": 1.0}},
         _TESTS + "a_memory_budget_counts_the_engine",
     ),
     ModeFeature(
-        "policies that see",
+        "vision-language policies",
         "model.path",
         {"model": {"path": "seeing", "new": None}},
         _TESTS + "a_policy_sees",

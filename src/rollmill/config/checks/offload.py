@@ -1,4 +1,4 @@
-"""Checks of `residency`: a stage's components, the phases that need them, and conflicting choices."""
+"""Checks of `offload`: a stage's components, the phases that need them, and conflicting choices."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def engines_on_device(config: RunConfig) -> list[EngineConfig | None] | None:
 
 
 def explorers_on_device(stage: StageConfig, engines: Sequence[EngineConfig | None]) -> list[StageConfig]:
-    """Returns the stage as each explorer sees that shares the trainer's device; `residency.shared_by` limits or repeats
+    """Returns the stage as each explorer sees that shares the trainer's device; `offload.shared_by` limits or repeats
     those of `engines_on_device`."""
-    chosen = None if stage.residency is None else stage.residency.shared_by
+    chosen = None if stage.offload is None else stage.offload.shared_by
     if chosen is not None:
         engines = [engines[number % len(engines)] if engines else None for number in range(chosen)]
     return [stage.with_engine(engine) for engine in engines]
@@ -97,47 +97,47 @@ def reward_models(stage: StageConfig) -> list[Path]:
 
 
 def unused_offload_keys(stage: StageConfig) -> dict[KeyPath, str]:
-    """Returns keys of `residency` without effect in this stage, wherever it rolls out, each with the reason."""
+    """Returns keys of `offload` without effect in this stage, wherever it rolls out, each with the reason."""
     algorithm, needs = stage.algorithm, component_phases(stage)
     if not algorithm.trains_policy:
         text = f"not honoured by algorithm `{algorithm.name}`, which needs all that it has in every phase; remove it"
-        return {("residency",): text}
+        return {("offload",): text}
     if isinstance(stage.workflow, LiveRequestsWorkflow):
-        text = "not honoured by workflow `traffic`, whose requests need the policy at any time; remove it"
-        return {("residency",): text}
+        text = "not honoured by workflow `live_requests`, whose requests need the policy at any time; remove it"
+        return {("offload",): text}
     if uses_engine(stage) and stage.engine.name != "native" and not engine_has_process(stage):
-        return {("residency",): f"not honoured with engine `{stage.engine.name}`: {OFFLOAD_ENGINE}"}
+        return {("offload",): f"not honoured with engine `{stage.engine.name}`: {OFFLOAD_ENGINE}"}
     if stage.trainer.shards_weights:
-        return {("residency",): f"not honoured with trainer.sharding `{stage.trainer.sharding}`: {OFFLOAD_SHARDS}"}
+        return {("offload",): f"not honoured with trainer.sharding `{stage.trainer.sharding}`: {OFFLOAD_SHARDS}"}
     if all(needed == frozenset(stage_phases(stage)) for name, needed in needs.items() if name != "optimizer") and (
         "rollout" not in stage_phases(stage)
     ):
         text = f"not honoured: algorithm `{algorithm.name}` without an evaluation needs all that it has; remove it"
-        return {("residency",): text}
+        return {("offload",): text}
     absent = [name for name in OFFLOAD_COMPONENTS if name not in needs and name not in REBUILT_COMPONENTS]
-    return {("residency", name): f"not honoured: the stage has no {name.replace('_', ' ')}" for name in absent}
+    return {("offload", name): f"not honoured: the stage has no {name.replace('_', ' ')}" for name in absent}
 
 
 def offload_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
     """Yields key paths of the run for components that engine and trainer share, or that are never idle."""
     model, elsewhere = config.model, engines_on_device(config) is not None
     for index, stage in enumerate(stages):
-        chosen, at = stage.residency, ("stages", index) if len(stages) > 1 else ()
+        chosen, at = stage.offload, ("stages", index) if len(stages) > 1 else ()
         if chosen is None:
             continue
         if chosen.reference != "auto" and model.lora is not None:
             text = "with model.lora the reference is a copy of the adapters, which stays where it is; remove this"
-            yield (*at, "residency", "reference"), text
+            yield (*at, "offload", "reference"), text
         if isinstance(stage.engine, VLLMEngineConfig) and engine_has_process(stage) and stage.engine.sleep:
-            yield (*at, "engine", "sleep"), "with `residency` that decides (residency.engine); remove this"
+            yield (*at, "engine", "sleep"), "with `offload` that decides (offload.engine); remove this"
         needs = component_phases(stage, elsewhere=elsewhere)
         for name in [each for each in REBUILT_COMPONENTS if each not in needs and getattr(chosen, each) != "auto"]:
-            yield (*at, "residency", name), f"not honoured: {_describe_absence(name, elsewhere)}; remove this"
+            yield (*at, "offload", name), f"not honoured: {_describe_absence(name, elsewhere)}; remove this"
         if chosen.shared_by is not None and not elsewhere:
-            yield (*at, "residency", "shared_by"), "not honoured without explorers in other processes; remove this"
+            yield (*at, "offload", "shared_by"), "not honoured without explorers in other processes; remove this"
         if elsewhere and chosen.engine == "destroyed" and stage.max_staleness:
             text = f"explorers roll out while the trainer works (max_staleness {stage.max_staleness}), so all that they"
-            yield (*at, "residency", "engine"), f"{text} hold stays; remove this, or set max_staleness: 0"
+            yield (*at, "offload", "engine"), f"{text} hold stays; remove this, or set max_staleness: 0"
         if (
             elsewhere
             or "rollout" not in stage_phases(stage)
@@ -148,13 +148,13 @@ def offload_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Itera
         if chosen.policy not in ("auto", "device"):
             text = "rollouts need the policy's own weights, so every phase needs them; remove this"
             other = "" if stage.trainer.param_dtype == "bf16" else ", or set trainer.precision to bf16"
-            yield (*at, "residency", "policy"), f"{text}{other}"
+            yield (*at, "offload", "policy"), f"{text}{other}"
         if chosen.cast != "auto" and model.lora is None:
             text = "rollouts run on the policy's own weights, and there is no cast"
-            yield (*at, "residency", "cast"), f"{text}; remove this"
+            yield (*at, "offload", "cast"), f"{text}; remove this"
 
 
 def _describe_absence(name: str, elsewhere: bool) -> str:
     if elsewhere and name != "engine":
-        return "explorers in other processes have it, and free it where residency.engine says so"
+        return "explorers in other processes have it, and free it where offload.engine says so"
     return f"the stage has no {name}"

@@ -1,4 +1,4 @@
-"""Policies that see: which checkpoint folders are vision-language models, and runs that such models cannot do yet."""
+"""Vision-language policies: which checkpoint folders hold such models, and runs that such models cannot do yet."""
 
 from __future__ import annotations
 
@@ -114,8 +114,13 @@ def _unsupported(stage: StageConfig, kind: BothWays | None) -> Iterator[tuple[st
         yield f"trainer.sharding: {stage.trainer.sharding}", "use fsdp, context or none"
     if stage.all_models:
         yield "models", "remove them"
-    if stage.experts.others or any(operator.creates_experiences for operator in stage.pipeline):
-        yield "experts.sources (or an operator that creates experiences)", "their pictures are not stored; remove it"
+    if stage.offline_data.others or any(operator.creates_experiences for operator in stage.pipeline):
+        yield (
+            "offline_data.sources (or an operator that creates experiences)",
+            "their pictures are not stored; remove it",
+        )
     if not algorithm.trains_policy:
-        remedy = "transformers has no sequence classifier that sees, so no program could load it; train the policy"
+        remedy = (
+            "transformers has no vision-language sequence classifier, so no program could load it; train the policy"
+        )
         yield f"algorithm: {algorithm.name}", remedy

@@ -142,7 +142,7 @@ def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
 def _of_a_model(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
     trains = config.mode == "serve" and any(isinstance(stage.workflow, LiveRequestsWorkflow) for stage in stages)
     if trains and len(stages) > 1:
-        yield ("stages",), "mode `serve` trains on traffic in one stage; keep that one alone"
+        yield ("stages",), "mode `serve` trains on live requests in one stage; keep that one alone"
     if config.model.path == "new":
         what = "evaluate" if config.mode == "bench" else "serve"
         text = f"a new model has learned nothing; give the folder of one to {what}, such as RUN/checkpoints/step-000100"

@@ -35,7 +35,7 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
     if isinstance(stage.workflow, LiveRequestsWorkflow):
         keys |= _unused_live_request_keys(stage, stage.workflow)
     if not stage.workflow.scored_by_rewards:
-        for key in ("rewards", "judging"):
+        for key in ("rewards", "reward_settings"):
             keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
     if not any(each.uses_tools or each.takes("tools") for each in stage.workflows):
         keys["tools",] = f"not honoured by workflow `{name}`, which calls none; `tools` and `react` do"
@@ -72,10 +72,12 @@ def _in_the_stages_environment(stage: StageConfig) -> list[WorkflowSection]:
 
 def _unused_live_request_keys(stage: StageConfig, workflow: LiveRequestsWorkflow) -> dict[KeyPath, str]:
     """Returns keys without effect when an application makes the rollouts."""
-    text = "not honoured by workflow `traffic`, which has no tasks; evaluate checkpoints in a run of their own"
+    text = "not honoured by workflow `live_requests`, which has no tasks; evaluate checkpoints in a run of their own"
     keys: dict[KeyPath, str] = {("evaluation",): text}
     for key in ("token_budget", "partial", "oversample", "reuse", "refills"):
-        keys["rollout", key] = "not honoured by workflow `traffic`, whose rollouts an application makes; remove it"
+        keys["rollout", key] = (
+            "not honoured by workflow `live_requests`, whose rollouts an application makes; remove it"
+        )
     if workflow.group == "session":
         keys["rollout", "group_size"] = "not honoured with workflow.group `session`; it is with `prompt`"
     return keys
@@ -119,8 +121,8 @@ def _past_policies(stage: StageConfig, at: KeyPath) -> Iterator[WorkflowConflict
         yield at, f"`past` is not supported in stages that roll out ahead: {text}; set max_staleness: 0"
     if stage.trainer.ranks > 1:
         yield at, f"`past` is not supported with trainer.ranks {stage.trainer.ranks}: {PAST_RANKS}"
-    if stage.residency is not None:
-        yield at, "`past` is not supported with `residency`, which would not move the copies; remove residency"
+    if stage.offload is not None:
+        yield at, "`past` is not supported with `offload`, which would not move the copies; remove offload"
 
 
 def _live_requests(stage: StageConfig, workflow: LiveRequestsWorkflow) -> Iterator[WorkflowConflict]:

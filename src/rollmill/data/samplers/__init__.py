@@ -1,6 +1,6 @@
 """Samplers choose the next task. Each resumes exactly from its state."""
 
 from rollmill.data.samplers.base import Sampler
-from rollmill.data.samplers.custom import TaskView, order
+from rollmill.data.samplers.custom import TaskView, sampler
 
-__all__ = ["Sampler", "TaskView", "order"]
+__all__ = ["Sampler", "TaskView", "sampler"]

@@ -92,12 +92,13 @@ class Sampler(ABC):
         """Restore `state`.
 
         Raises:
-            TasksetError: the state belongs to another taskset, order or seed.
+            TasksetError: the state belongs to another taskset, sampler or seed.
         """
         for key, value in self._identity.items():
             if state.get(key) != value:
+                name = "sampler" if key == "order" else key  # what checkpoints call it
                 raise TasksetError(
-                    f"taskset {self._taskset.name} changed since the checkpoint ({key} was {_words(state.get(key))}, "
+                    f"taskset {self._taskset.name} changed since the checkpoint ({name} was {_words(state.get(key))}, "
                     f"is {_words(value)}); restore it to resume this run, or start a new run"
                 )
         self.resume(state)

@@ -1,4 +1,4 @@
-"""Users' task orders: a function that returns a weight for each task."""
+"""Users' samplers: a function that returns a weight for each task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """Input of a user's order. Arrays have one entry per task."""
+    """Input of a user's sampler. Arrays have one entry per task."""
 
     tasks: Sequence[Task]
     rates: Floats  #: success rates; the prior for tasks without rollouts
@@ -28,17 +28,20 @@ class TaskView:
     step: int  #: training step of the stage, from 0
 
 
-def order(function: Function) -> Function:
-    """Register an order under its name: `taskset: {order: NAME}`.
+def sampler(function: Function) -> Function:
+    """Register a sampler under its name: `taskset: {sampler: NAME}`.
 
     The function takes a `TaskView` and returns a weight of at least 0 for each task; tasks are drawn in proportion.
     It is called once per batch. Keyword-only parameters with a type and a default are keys of the run file, beside
-    those of all orders that track success.
+    those of all samplers that track success.
 
     Raises ConfigError naming the parameter that lacks a type or a default.
     """
-    register_section("order", function.__name__, section_from_signature(function, CustomSampler))
+    register_section("sampler", function.__name__, section_from_signature(function, CustomSampler))
     return function
+
+
+order = sampler  # its former name
 
 
 class CustomSampler(WeightedSampler):
@@ -58,7 +61,7 @@ class CustomSampler(WeightedSampler):
         known = CustomSampler.model_fields.keys()
         options = {key: value for key, value in self.arguments().items() if key not in known}
         view = TaskView(self._taskset.tasks, self._success.rates(), self._success.groups.copy(), self._step)
-        name = f"taskset.order `{self.name}`"
+        name = f"taskset.sampler `{self.name}`"
         try:
             weights: Floats = np.asarray(function(view, **options), np.float64)
         except (Exception, SystemExit) as error:  # a user's code may raise anything

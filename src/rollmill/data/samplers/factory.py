@@ -18,7 +18,7 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # gives the tasksets of a mixture different r
 
 def build_sampler(
     taskset: Taskset,
-    order: SamplerSection,
+    section: SamplerSection,
     seed: int,
     *,
     batch: int,
@@ -29,28 +29,28 @@ def build_sampler(
     """Build the sampler of a taskset.
 
     Args:
-        order: how to choose; a mixture uses the orders of its tasksets instead.
+        section: how to choose; a mixture uses the samplers of its tasksets instead.
         seed: seed of all randomness.
-        batch: tasks per training step, drawn at once by orders that depend on success.
+        batch: tasks per training step, drawn at once by samplers that depend on success.
         domains, mixing: the sections, if the tasksets of the mixture are domains.
-        observed: whether the sampler will observe successes; if not, orders that depend on them shuffle.
+        observed: whether the sampler will observe successes; if not, those that depend on them shuffle.
 
     Raises:
-        TasksetError: the order needs a column that tasks lack.
+        TasksetError: the sampler needs a column that tasks lack.
     """
     if taskset.mixed:
 
         def of_set(part: Taskset, mixed: MixtureComponent, number: int, share: float) -> Sampler:
             of_this = max(1, round(batch * share))
-            return build_sampler(part, mixed.order, seed + number * _SEED_STRIDE, batch=of_this, observed=observed)
+            return build_sampler(part, mixed.sampler, seed + number * _SEED_STRIDE, batch=of_this, observed=observed)
 
         if domains:
             return DomainSampler(taskset, seed, of_set, domains=domains, mixing=mixing or MixingConfig())
         return MixtureSampler(taskset, seed, of_set)
     if not observed:
-        order = order.model_copy(update={"skip_uniform": 0})
-        order = ShuffledSampler() if order.uses_success else order
-    sampler: Any = order.model_copy()
+        section = section.model_copy(update={"skip_uniform": 0})
+        section = ShuffledSampler() if section.uses_success else section
+    sampler: Any = section.model_copy()
     sampler.setup(taskset, seed, batch)
     made: Sampler = sampler
     return made

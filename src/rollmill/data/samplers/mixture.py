@@ -1,4 +1,4 @@
-"""Sampler of a mixture: draws from several tasksets, each in its own order."""
+"""Sampler of a mixture: draws from several tasksets, each with a sampler of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollmill.types import Task, task_domain
 
 
 class MixtureSampler(Sampler):
-    """Draws from several tasksets in proportion to their weights; each has its own order.
+    """Draws from several tasksets in proportion to their weights; each has its own sampler.
 
     The taskset furthest behind its share is next, so that after n draws each has its share of n within one (for two
     tasksets; within a few for more).

@@ -16,22 +16,22 @@ _LEAST = 0.01
 
 
 def build_success_tracker(
-    order: SuccessRateSamplerSection, size: int, column: Callable[[str, str], Floats]
+    section: SuccessRateSamplerSection, size: int, column: Callable[[str, str], Floats]
 ) -> SuccessTracker:
-    """Build the tracker of an order; `column` returns the numbers of a column, for a key of the run file.
+    """Build the tracker of a sampler; `column` returns the numbers of a column, for a key of the run file.
 
     Raises TasksetError if `prior_column` has numbers outside [0, 1].
     """
-    priors = np.full(size, order.prior)
-    if order.prior_column is not None:
-        priors = column(order.prior_column, "order.prior_column")
+    priors = np.full(size, section.prior)
+    if section.prior_column is not None:
+        priors = column(section.prior_column, "sampler.prior_column")
         if priors.min() < 0 or priors.max() > 1:
             raise TasksetError(
-                f"order.prior_column: success rates are from 0 to 1, and {order.prior_column} has numbers from "
+                f"sampler.prior_column: success rates are from 0 to 1, and {section.prior_column} has numbers from "
                 f"{priors.min():g} to {priors.max():g}; name another column"
             )
         priors = priors.clip(_LEAST, 1 - _LEAST)
-    return SuccessTracker(priors, order.prior_weight, order.discount)
+    return SuccessTracker(priors, section.prior_weight, section.discount)
 
 
 class SuccessTracker:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rollmill.engines.base import SampledToken
 from rollmill.engines.native.draft_verifier import DraftVerifier
 from rollmill.engines.native.kv_cache import KVCache
-from rollmill.engines.native.model_runner import DecodeCounts, ModelRunner
+from rollmill.engines.native.model_runner import ModelRunner
 from rollmill.engines.native.prefix_cache import PrefixCache
 from rollmill.engines.native.sequence import SequenceGroup, SequenceState
 from rollmill.engines.native.weights import EngineWeights
@@ -82,6 +82,7 @@ class EngineCore:
         self._runner = ModelRunner(
             self.weights.model, self._cache, self.prefixes, prefill_tokens, context, record_routing
         )
+        self.decode_counts = self._runner.counts
         self.drafting = DraftVerifier(self._runner)
         self.expected = 0  #: conversations that had a turn finished, and may ask for the next one
         self._queue: deque[SequenceGroup] = deque()  # not all of their completions have started
@@ -176,11 +177,6 @@ class EngineCore:
     def cached_entries(self) -> int:
         """Number of prompts and completions with keys and values in the cache."""
         return self._cache.entries()
-
-    @property
-    def decode_counts(self) -> DecodeCounts:
-        """Decode steps, and how many of them were captured."""
-        return self._runner.counts
 
     def load(self) -> tuple[int, int]:
         """Return the number of tokens that running completions attend to, and of prompt tokens waiting for prefill."""

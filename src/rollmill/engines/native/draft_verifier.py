@@ -20,7 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rollmill.engines.native.model_runner import ModelRunner, build_sampling_tensors, require_finite
+from rollmill.engines.native.model_runner import ModelRunner
+from rollmill.engines.native.row_sampler import build_sampling_tensors, require_finite
 from rollmill.engines.native.sampler import (
     HostSamplerOutput,
     normalized_probs,

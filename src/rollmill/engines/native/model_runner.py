@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,12 +18,12 @@ from rollmill.engines.native.decode import DecodeContext
 from rollmill.engines.native.kv_cache import KVCache
 from rollmill.engines.native.prefill import PrefillChunk, PrefillContext
 from rollmill.engines.native.prefix_cache import PrefixCache
-from rollmill.engines.native.sampler import HostSamplerOutput, SamplerOutput, SamplingTensors, sample_tokens
+from rollmill.engines.native.row_sampler import build_sampling_tensors, next_uniforms, sample_rows
+from rollmill.engines.native.sampler import HostSamplerOutput, SamplingTensors
 from rollmill.engines.native.sequence import SequenceGroup, SequenceState
-from rollmill.errors import EngineError
 from rollmill.models.attention import build_forward_inputs, use_attention_context
-from rollmill.models.cpu.fused_layers import FusedLayers, build_fused_layers
 from rollmill.models.cpu.norms import find_norms, is_fp32_on_cpu, use_fast_norms
+from rollmill.models.fused_layers import FusedLayers, build_fused_layers
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.routing import capture_routing
 from rollmill.models.transfers import to_device
@@ -37,7 +36,6 @@ from rollmill.models.vision import (
     picture_processor,
     text_model,
 )
-from rollmill.seeds import counter_uniforms
 from rollmill.types import RoutingArray
 
 log = logging.getLogger(__name__)
@@ -138,7 +136,7 @@ class ModelRunner:
             self._fused.refresh()
         elif self._may_fuse:
             self._may_fuse = False
-            self._fused = build_fused_layers(self._model)
+            self._fused = build_fused_layers(self._model, self._last_position + 1)
 
     def destroy_weights(self) -> None:
         """Free copies of weights, until they change."""
@@ -293,7 +291,7 @@ class ModelRunner:
         if self._graphs and self._graph is None and self._unchanged >= CAPTURE_AFTER:
             context = self._capture(context, rows)
         last = np.array([[row.tokens[-1] for row in rows]], np.int64)
-        tokens, uniform_B = to_device([last, _next_uniforms(rows)], self._device)
+        tokens, uniform_B = to_device([last, next_uniforms(rows)], self._device)
         self._unchanged += 1
         self.counts.decode_steps += 1
         if self._graph is not None:
@@ -355,39 +353,14 @@ class ModelRunner:
     def sample(
         self, rows: list[SequenceState], logits_BV: Tensor, top: int = 0, uniform_B: Tensor | None = None
     ) -> HostSamplerOutput:
-        """Sample a token for each row, which draws at (its seed, its number of tokens so far).
+        """Sample a token for each row; see `sample_rows`.
 
         Args:
-            uniform_B: the numbers for that, if they are on the device already.
+            uniform_B: the rows' uniform numbers, if they are on the device already.
         """
         if uniform_B is None:
-            [uniform_B] = to_device([_next_uniforms(rows)], self._device)
-        shaped = [at for at, row in enumerate(rows) if row.processor is not None and row.stop_reason is None]
-        if not shaped:
-            sampled = sample_tokens(logits_BV, self._sampling(rows), uniform_B, top)
-        else:
-            sampled = self._sample_shaped(rows, shaped, logits_BV, uniform_B, top)
-        found = HostSamplerOutput.of(*sampled)
-        require_finite(rows, found.logprobs)
-        return found
-
-    def _sample_shaped(
-        self, rows: list[SequenceState], shaped: list[int], logits_BV: Tensor, uniform_B: Tensor, top: int
-    ) -> SamplerOutput:
-        """Sample where the rows `shaped` have a processor. Their kept mass makes up for all that it changed, so that
-        log-prob and kept mass still sum to the log-prob of the model's own distribution."""
-        shaped_BV = logits_BV.float().clone()
-        for at in shaped:
-            processor = rows[at].processor
-            assert processor is not None
-            shaped_BV[at] = processor(rows[at].tokens, logits_BV[at])
-        sampled = sample_tokens(shaped_BV, self._sampling(rows), uniform_B, top)
-        temperature_S = [rows[at].group.request.sampling.temperature or 1.0 for at in shaped]
-        scale_S = torch.tensor(temperature_S, device=logits_BV.device)
-        own_SV = torch.log_softmax(logits_BV[shaped].float() / scale_S[:, None], dim=-1)
-        kept_B = sampled.kept_B.clone()
-        kept_B[shaped] = own_SV.gather(1, sampled.token_B[shaped, None])[:, 0] - sampled.logprob_B[shaped]
-        return sampled._replace(kept_B=kept_B)
+            [uniform_B] = to_device([next_uniforms(rows)], self._device)
+        return sample_rows(rows, logits_BV, self._sampling(rows), uniform_B, top)
 
     def _sampling(self, rows: list[SequenceState]) -> SamplingTensors:
         if self._context is None or len(rows) != len(self._context.positions_B):
@@ -452,29 +425,3 @@ def _on_host(routing: Tensor | None) -> RoutingArray:
         return np.zeros((0, 0, 0), np.uint8)
     array: RoutingArray = routing.cpu().numpy()
     return array.view(np.uint16) if array.dtype == np.int16 else array
-
-
-def _next_uniforms(rows: list[SequenceState]) -> npt.NDArray[np.float64]:
-    """The uniform number [B] of each row's next token."""
-    seeds = np.fromiter((row.seed for row in rows), np.uint64, len(rows))
-    return counter_uniforms(seeds, np.fromiter((len(row.tokens) for row in rows), np.uint64, len(rows)))
-
-
-def require_finite(rows: list[SequenceState], logprobs: Sequence[float], *, impossible: bool = False) -> None:
-    """Raise an EngineError that names the first row whose log-prob is not finite.
-
-    Args:
-        impossible: tokens may have the probability 0.
-    """
-    for row, logprob in zip(rows, logprobs, strict=True):
-        if not math.isfinite(logprob) and not (impossible and logprob == -math.inf):
-            raise EngineError(
-                f"{row.group.request.id}: the model's logits are not finite after {len(row.tokens)} new tokens; its "
-                "weights have diverged (lower trainer.lr) or are damaged"
-            )
-
-
-def build_sampling_tensors(rows: list[SequenceState], device: torch.device) -> SamplingTensors:
-    """Build the sampling parameters of the rows."""
-    settings = [row.group.request.sampling for row in rows]
-    return SamplingTensors.of([(s.temperature, s.top_p, s.top_k, s.min_p) for s in settings], device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from rollmill.config.engines import VLLMEngineConfig
@@ -12,6 +14,7 @@ from rollmill.engines.vllm.process import VLLMLaunchConfig, make_engine_folder, 
 from rollmill.errors import ConfigError, ModelError
 from rollmill.models.from_scratch import silence_transformers
 from rollmill.models.load import PolicyModel
+from rollmill.models.quantization import count_weights
 from rollmill.models.vision import checkpoint_names, picture_processor, text_model
 from rollmill.weights import shared_memory_folder
 from rollmill.weights.layout import CRC32, XXH3
@@ -22,6 +25,9 @@ _SEEING = {
     "mm_processor_kwargs": {"use_fast": False},  # pixels as in the trainer: resized by Pillow
 }
 """Arguments of vLLM for a vision-language model."""
+_WORK_BYTES = 4 * 2**30
+"""Memory for activations, captured graphs and CUDA's context: an estimate."""
+_MOST = 0.92  # vLLM's default
 
 
 def build_vllm(
@@ -67,6 +73,7 @@ def build_vllm(
         "enable_chunked_prefill": gpu,
         "max_num_batched_tokens": at_once if gpu else max(at_once, policy.context),
         "kv_cache_memory_bytes": int(section.cache_gb * 2**30),
+        **({"gpu_memory_utilization": _share_of_gpu(policy, section, precision)} if gpu else {}),
         "enforce_eager": not (gpu if section.compile == "auto" else section.compile),
         **({"enable_sleep_mode": True} if section.sleep else {}),
         **({} if processor is None else _SEEING),
@@ -93,3 +100,13 @@ def build_vllm(
         restarts=section.restarts,
         checksum=XXH3 if found["xxhash"] else CRC32,
     )
+
+
+def _share_of_gpu(policy: PolicyModel, section: VLLMEngineConfig, precision: str) -> float:
+    """The share of the GPU's memory that has to be free when vLLM starts: its weights, its cache, and room to work.
+
+    vLLM would ask for 92 %, which a trainer on the same GPU has taken.
+    """
+    width = 2 if precision == "bf16" else 4
+    needed = width * count_weights(policy.model) + section.cache_gb * 2**30 + _WORK_BYTES
+    return min(_MOST, math.ceil(100 * needed / torch.cuda.get_device_properties(policy.device).total_memory) / 100)

@@ -25,10 +25,10 @@ class CircuitBreaker:
         self.users = 0
         self.last_reply = float("-inf")  #: time of its last reply, by the clock
         self.reason = ""  #: of its last failed probe
-        self.probes = 0  #: failed ones, since it is away
+        self.probes = 0  #: failed ones, since it is open
         self._clock, self._lock = clock, threading.Lock()
         self._failures, self._first_failure = 0, 0.0  # since the last reply
-        self.is_open = False  #: it is away
+        self.is_open = False  #: the endpoint is unreachable
         self.probing = False  #: a request is finding out whether it is
         self._next_probe = 0.0
 

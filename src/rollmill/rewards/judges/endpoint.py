@@ -233,12 +233,12 @@ class EndpointChatModel:
 
     async def _until_there(self, request: _Request) -> bool:
         """Wait while the endpoint is unreachable, and send the probes whose turn it is; True if it was unreachable."""
-        was_away = False
+        was_unreachable = False
         while True:
             self._require_patience()
             if (turn := self._breaker.turn()) == GO:
-                return was_away
-            was_away = was_away or self._breaker.is_open
+                return was_unreachable
+            was_unreachable = was_unreachable or self._breaker.is_open
             if turn == PROBE:
                 await self._probe(request)
             else:

@@ -65,7 +65,11 @@ def tensor_parallel_plan(model: Any, ranks: int) -> dict[str, str]:
     instead = "use sharding: fsdp or none"
     if not plan:
         raise ConfigError(f"trainer.sharding: transformers has no plan for tensor parallelism of {kind}; {instead}")
-    found = {name: plan[pattern] for name, _ in model.base_model.named_modules() if (pattern := _pattern(name)) in plan}
+    found = {
+        name: plan[pattern]
+        for name, _ in model.base_model.named_modules()
+        if (pattern := re.sub(r"\d+", "*", name)) in plan
+    }
     if other := sorted({*plan.values()} - {*_STYLES, _OF_OWN_HEADS}):
         text = f"the plan of {kind} for tensor parallelism has parts that rollmill cannot cut ({', '.join(other)})"
         raise ConfigError(f"trainer.sharding: {text}; {instead}")
@@ -107,7 +111,3 @@ def reduce_replicated_gradients(parameters: Iterable[nn.Parameter]) -> None:
             kind += local_shards([parameter.grad])
     apply_in_buckets(partial, dist.all_reduce)
     apply_in_buckets(equal, lambda flat: dist.broadcast(flat, 0))
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"\d+", "*", name)

@@ -192,7 +192,7 @@ class DistributedTrainer:
     def offloadable(self, folder: Path) -> list[Offloadable]:
         """Every rank moves its copy of a component when this one does."""
         own = self.own
-        assert isinstance(own, Trainer), "`residency` is refused with other trainers"
+        assert isinstance(own, Trainer), "`offload` is refused with other trainers"
         return [RankedComponent(each, self, folder) for each in own.offloadable(folder)]
 
     def move(self, component: Offloadable, place: StorageTier, folder: Path) -> int:

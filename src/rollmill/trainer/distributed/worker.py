@@ -97,7 +97,7 @@ class RankWorker:
             gather_weights(self._trainer.model, None)
 
     def move(self, name: str, place: StorageTier, folder: str) -> None:
-        """Moves this rank's copy of a component (section `residency`)."""
+        """Moves this rank's copy of a component (section `offload`)."""
         assert isinstance(self._trainer, Trainer)
         if not self._components:
             self._components = {each.name: each for each in self._trainer.offloadable(Path(folder))}

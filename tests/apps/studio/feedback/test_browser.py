@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page
 from support.browser import nameless_controls, press, watched
-from support.feedback_runs import END, TOKENIZER, Served, completion, everything, groups_of, shelf
+from support.feedback_runs import END, TOKENIZER, Served, completion, everything, groups_of, of_kind
 
 from rollmill.buffer import ExperienceKind
 from rollmill.trackers.rollout_log import RolloutLog
@@ -54,8 +54,8 @@ def scripted(browser: Browser, site: Served) -> Iterator[Page]:
         yield opened
 
 
-def tokens(site: Served, shelf_name: ExperienceKind) -> list[list[list[int]]]:
-    return [[one.token_ids.tolist() for one in group.experiences] for group in shelf(site.desk, shelf_name)]
+def tokens(site: Served, kind: ExperienceKind) -> list[list[list[int]]]:
+    return [[one.token_ids.tolist() for one in group.experiences] for group in of_kind(site.desk, kind)]
 
 
 def test_rate_edit_compare_undo(page: Page, site: Served) -> None:
@@ -83,7 +83,7 @@ def test_rate_edit_compare_undo(page: Page, site: Served) -> None:
     press(page, page.get_by_role("button", name="Save comparison"))
     assert "ann preferred completion 3 to completion 2" in page.get_by_role("status").inner_text()
 
-    first, second = shelf(site.desk, ExperienceKind.RATED)
+    first, second = of_kind(site.desk, ExperienceKind.RATED)
     for group, id, reward in ((first, "main-000005/1", 0.25), (second, "main-000005/0", 1.0)):
         [one] = group.experiences
         assert (group.author, group.info["of"], one.reward, one.source) == (
@@ -98,7 +98,7 @@ def test_rate_edit_compare_undo(page: Page, site: Served) -> None:
     assert tokens(site, ExperienceKind.EXPERT) == [[[*prompt, *TOKENIZER.encode("\n13 and 3\nis 16."), END]]]
     pair = [originals[id].token_ids.tolist() for id in ("main-000005/2", "main-000005/1")]
     assert tokens(site, ExperienceKind.PREFERENCE) == [pair]
-    assert [one.reward for one in shelf(site.desk, ExperienceKind.PREFERENCE)[0].experiences] == [1.0, 0.0]
+    assert [one.reward for one in of_kind(site.desk, ExperienceKind.PREFERENCE)[0].experiences] == [1.0, 0.0]
 
     press(page, page.get_by_role("status").get_by_role("button", name="Undo"))
     assert "Undone" in page.get_by_role("status").inner_text()
@@ -111,7 +111,7 @@ def test_rate_edit_compare_undo(page: Page, site: Served) -> None:
     assert tokens(site, ExperienceKind.EXPERT) == []
     press(page, rows.nth(0).get_by_role("button", name="Redo"))
     assert tokens(site, ExperienceKind.PREFERENCE) == [pair]
-    assert [group.info["rating"] for group in shelf(site.desk, ExperienceKind.RATED)] == [0.25, 1.0]
+    assert [group.info["rating"] for group in of_kind(site.desk, ExperienceKind.RATED)] == [0.25, 1.0]
 
 
 def test_everything_by_keyboard(scripted: Page, site: Served) -> None:
@@ -177,7 +177,10 @@ def test_hostile_text_is_shown_and_does_nothing(scripted: Page, site: Served, tm
     scripted.goto("/?task=" + HOSTILE[3])
     assert scripted.evaluate("window.pwned") is None
     assert [url for url in asked if not url.startswith(site.address)] == []
-    assert [group.info["of"] for group in shelf(site.desk, ExperienceKind.RATED)] == [[hostile[1].id], [hostile[0].id]]
+    assert [group.info["of"] for group in of_kind(site.desk, ExperienceKind.RATED)] == [
+        [hostile[1].id],
+        [hostile[0].id],
+    ]
 
 
 def test_inline_scripts_are_blocked_even_if_they_got_in(scripted: Page) -> None:
@@ -271,7 +274,7 @@ def test_two_people_at_once(browser: Browser, site: Served) -> None:
     assert "ann rated it 0.25" in said
     assert "bob rated it 0.75" in said
     assert "0 " not in said.replace("0.25", "").replace("0.75", "").partition(" 20")[0]
-    assert [(group.author, group.info["rating"]) for group in shelf(site.desk, ExperienceKind.RATED)] == [
+    assert [(group.author, group.info["rating"]) for group in of_kind(site.desk, ExperienceKind.RATED)] == [
         ("bob", 0.75),
         ("ann", 0.25),
     ]

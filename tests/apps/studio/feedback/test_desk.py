@@ -14,7 +14,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.feedback_runs import ANSWERS, END, TOKENIZER, completion, everything, groups_of, shelf
+from support.feedback_runs import ANSWERS, END, TOKENIZER, completion, everything, groups_of, of_kind
 
 from rollmill.apps.studio.feedback import FeedbackError, FeedbackService, open_feedback, parse_request
 from rollmill.apps.studio.feedback.pages import find_neighbours
@@ -61,7 +61,7 @@ def same_tokens(one: Experience, other: Experience) -> bool:
 def test_a_rating_is_the_completion_with_another_reward(desk: FeedbackService) -> None:
     before = time.time()
     id = say(desk, completion="main-000005/1", rating=0.75)
-    [group] = shelf(desk, ExperienceKind.RATED)
+    [group] = of_kind(desk, ExperienceKind.RATED)
     [one] = group.experiences
     original = stored(2, "main-000005/1")
     assert (group.id, group.writer, group.author, one.group) == (id, FEEDBACK, "ann", id)
@@ -79,7 +79,7 @@ def test_a_rating_is_the_completion_with_another_reward(desk: FeedbackService) -
 def test_an_edit_keeps_the_prompt_token_for_token(desk: FeedbackService) -> None:
     text = "13 and 3 is 16.\n"
     id = say(desk, completion="main-000005/1", step=2, text=text)
-    [group] = shelf(desk, ExperienceKind.EXPERT)
+    [group] = of_kind(desk, ExperienceKind.EXPERT)
     [one] = group.experiences
     original = stored(2, "main-000005/1")
     start = int(original.action_mask.argmax())
@@ -94,7 +94,7 @@ def test_an_edit_keeps_the_prompt_token_for_token(desk: FeedbackService) -> None
 
 def test_a_comparison_is_a_pair_of_exact_completions(desk: FeedbackService) -> None:
     id = say(desk, better="main-000005/2", worse="main-000005/1")
-    [group] = shelf(desk, ExperienceKind.PREFERENCE)
+    [group] = of_kind(desk, ExperienceKind.PREFERENCE)
     chosen, rejected = group.experiences
     assert same_tokens(chosen, stored(2, "main-000005/2"))
     assert same_tokens(rejected, stored(2, "main-000005/1"))
@@ -191,11 +191,11 @@ def test_a_second_rating_takes_the_place_of_the_first(desk: FeedbackService) -> 
     first = say(desk, completion="main-000005/1", rating=0.25)
     other = say(desk, "bob", completion="main-000005/1", rating=1.0)
     second = say(desk, completion="main-000005/1", rating=0.5)
-    assert [group.id for group in shelf(desk, ExperienceKind.RATED)] == [other, second]
+    assert [group.id for group in of_kind(desk, ExperienceKind.RATED)] == [other, second]
     assert desk.undo(second, "ann")
-    assert [group.id for group in shelf(desk, ExperienceKind.RATED)] == [other, first]
+    assert [group.id for group in of_kind(desk, ExperienceKind.RATED)] == [other, first]
     assert desk.redo(second)
-    assert [group.id for group in shelf(desk, ExperienceKind.RATED)] == [other, second]
+    assert [group.id for group in of_kind(desk, ExperienceKind.RATED)] == [other, second]
 
 
 def test_a_request_repeated_after_an_error_still_replaces(
@@ -212,15 +212,15 @@ def test_a_request_repeated_after_an_error_still_replaces(
         broken.setattr(desk.acts._store, "remove", fail)
         with pytest.raises(StoreError):
             desk.submit([parse_request(row)])
-    assert len(shelf(desk, ExperienceKind.RATED)) == 2
+    assert len(of_kind(desk, ExperienceKind.RATED)) == 2
     assert desk.submit([parse_request(row)]).new == 0
-    assert [group.info["rating"] for group in shelf(desk, ExperienceKind.RATED)] == [1.0]
+    assert [group.info["rating"] for group in of_kind(desk, ExperienceKind.RATED)] == [1.0]
 
 
 def test_a_comparison_can_be_turned_round(desk: FeedbackService) -> None:
     say(desk, better="main-000005/2", worse="main-000005/1")
     second = say(desk, better="main-000005/1", worse="main-000005/2")
-    assert [group.id for group in shelf(desk, ExperienceKind.PREFERENCE)] == [second]
+    assert [group.id for group in of_kind(desk, ExperienceKind.PREFERENCE)] == [second]
 
 
 def test_undone_twice_and_redone_twice(desk: FeedbackService) -> None:
@@ -230,9 +230,9 @@ def test_undone_twice_and_redone_twice(desk: FeedbackService) -> None:
     act = desk.acts.get(id)
     assert act is not None
     assert act.undone_by == "bob"
-    assert shelf(desk, ExperienceKind.EXPERT) == []
+    assert of_kind(desk, ExperienceKind.EXPERT) == []
     assert (desk.redo(id), desk.redo(id)) == (True, False)
-    assert [group.id for group in shelf(desk, ExperienceKind.EXPERT)] == [id]
+    assert [group.id for group in of_kind(desk, ExperienceKind.EXPERT)] == [id]
     with pytest.raises(FeedbackError, match="no feedback has the id 'main-000005/1'"):
         desk.undo("main-000005/1", "ann")
 
@@ -264,7 +264,7 @@ def test_nobody_ever_has_two_ratings_of_a_completion(
         elif ids:
             chosen = ids[about[0] % len(ids)]
             _ = desk.undo(chosen, "ann") if act == "undo" else desk.redo(chosen)
-    there = shelf(desk, ExperienceKind.RATED)
+    there = of_kind(desk, ExperienceKind.RATED)
     places = [(group.author, group.info["of"][0]) for group in there]
     assert len(places) == len(set(places))
     assert {group.id for group in there} == {act.id for act in desk.acts.all() if act.undone_by is None}
@@ -278,19 +278,19 @@ def test_two_servers_of_one_run_see_each_other(run_dir: Path, desk: FeedbackServ
     assert [act.id for act in other.acts.all()] == [id]
     second = say(other, completion="main-000005/1", rating=1.0)
     assert [act.undone_by for act in desk.acts.all()] == ["ann", None]
-    assert [group.id for group in shelf(desk, ExperienceKind.RATED)] == [second]
+    assert [group.id for group in of_kind(desk, ExperienceKind.RATED)] == [second]
     other.acts._store.close()
     again = open_feedback(run_dir)
     assert [(act.id, act.undone_by) for act in again.acts.all()] == [(id, "ann"), (second, None)]
     again.acts._store.close()
 
 
-def test_other_groups_of_the_shelves_are_no_acts(desk: FeedbackService) -> None:
+def test_other_groups_of_these_kinds_are_no_acts(desk: FeedbackService) -> None:
     say(desk, completion="main-000005/1", text="15")
-    [group] = shelf(desk, ExperienceKind.EXPERT)
+    [group] = of_kind(desk, ExperienceKind.EXPERT)
     group.id, group.writer, group.info = "made-1", "pipeline", {}
     desk.acts._store.put([group])
-    assert len(shelf(desk, ExperienceKind.EXPERT)) == 2
+    assert len(of_kind(desk, ExperienceKind.EXPERT)) == 2
     group.id, group.writer = "made-2", FEEDBACK
     desk.acts._store.put([group])
     assert len(desk.acts.all()) == 1
@@ -307,7 +307,7 @@ def test_a_run_that_goes_on_shows_new_steps_and_rewritten_ones(run_dir: Path, de
     RolloutLog(run_dir / "rollouts").write(2, [changed])  # as a run does that was resumed before step 2
     assert [group.name for group in desk.stored.groups(2)] == ["main-000009"]
     say(desk, completion="main-000009/0", rating=1.0)
-    assert same_tokens(shelf(desk, ExperienceKind.RATED)[0].experiences[0], changed)
+    assert same_tokens(of_kind(desk, ExperienceKind.RATED)[0].experiences[0], changed)
     with pytest.raises(FeedbackError):
         say(desk, completion="main-000005/1", rating=1.0)
 
@@ -338,7 +338,7 @@ def test_an_answer_of_several_turns_is_rated_but_not_edited(run_dir: Path, desk:
     with pytest.raises(FeedbackError, match="main-000006/0 has several turns"):
         say(desk, completion="main-000006/0", text="8")
     say(desk, completion="main-000006/0", rating=0.0)
-    assert same_tokens(shelf(desk, ExperienceKind.RATED)[0].experiences[0], turns)
+    assert same_tokens(of_kind(desk, ExperienceKind.RATED)[0].experiences[0], turns)
 
 
 def test_errors_of_a_run_directory_say_what_to_do(run_dir: Path, tmp_path: Path) -> None:

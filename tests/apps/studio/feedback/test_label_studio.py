@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.feedback_runs import END, TOKENIZER, completion, everything, groups_of, shelf
+from support.feedback_runs import END, TOKENIZER, completion, everything, groups_of, of_kind
 
 from rollmill.apps.studio.feedback import FeedbackError, FeedbackService, open_feedback
 from rollmill.apps.studio.feedback.label_studio import ImportResult, export_tasks, import_annotations
@@ -124,7 +124,7 @@ def test_the_later_of_two_annotations_counts(desk: FeedbackService, tmp_path: Pa
     task = exported(desk, tmp_path)[5]
     newer = annotated(task, stars(5), id=2, updated_at="2026-03-10T00:00:00Z")
     assert taken(desk, tmp_path, newer, annotated(task, stars(1), id=1)) == ImportResult(2, 0, 0)
-    assert [group.experiences[0].reward for group in shelf(desk, ExperienceKind.RATED)] == [1.0]
+    assert [group.experiences[0].reward for group in of_kind(desk, ExperienceKind.RATED)] == [1.0]
 
 
 def test_an_older_export_does_not_replace_what_a_newer_one_said(desk: FeedbackService, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.feedback_runs import Served, everything, served, shelf
+from support.feedback_runs import Served, everything, of_kind, served
 
 from rollmill.apps.serve.web import ConnectionLimits
 from rollmill.apps.serve.web.guard import RequestGuard
@@ -74,7 +74,7 @@ def test_an_idempotency_key_makes_retries_harmless(site: Served, client: httpx.C
     assert (first.json()["new"], again.json()["new"]) == (2, 0)
     other = client.post("/feedback", json=[RATE | {"rating": 0.0}], headers=headers)
     assert (other.status_code, "was used for other feedback" in other.json()["error"]) == (409, True)
-    assert [group.info["rating"] for group in shelf(site.desk, ExperienceKind.RATED)] == [1.0]
+    assert [group.info["rating"] for group in of_kind(site.desk, ExperienceKind.RATED)] == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_own_pages_and_forwarded_ports_are_served(client: httpx.Client, site: Se
     for host in ("localhost:9000", "127.0.0.1", "[::1]:8760"):
         own = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
         assert client.post("/feedback", json=RATE, headers=own).status_code == 200
-    assert len(shelf(site.desk, ExperienceKind.RATED)) == 1
+    assert len(of_kind(site.desk, ExperienceKind.RATED)) == 1
 
 
 def test_forms_need_the_secret_of_the_page(client: httpx.Client, site: Served) -> None:
@@ -203,7 +203,7 @@ def test_several_clients_have_names_and_limits(made: Path, tmp_path: Path) -> No
             httpx.post(f"{site.address}/feedback", json=RATE, headers={"authorization": "Bearer sk-2"}).status_code
             == 200
         )
-        assert [group.author for group in shelf(site.desk, ExperienceKind.RATED)] == ["zoe", "env"]
+        assert [group.author for group in of_kind(site.desk, ExperienceKind.RATED)] == ["zoe", "env"]
 
 
 def test_half_sent_requests_are_ended_and_keep_nobody_out(made: Path, tmp_path: Path) -> None:
@@ -284,20 +284,20 @@ def test_addresses_that_lead_nowhere(client: httpx.Client, path: str) -> None:
 
 def test_undo_twice_through_the_page(client: httpx.Client, site: Served) -> None:
     client.post("/rate", data=form(site, completion="main-000005/1", rating="1"))
-    [group] = shelf(site.desk, ExperienceKind.RATED)
+    [group] = of_kind(site.desk, ExperienceKind.RATED)
     undo = form(site, id=group.id, back="group")
     for _ in range(2):
         answer = client.post("/undo", data=undo, follow_redirects=True)
         assert (answer.status_code, "Undone: ann rated it 1" in " ".join(answer.text.split())) == (200, True)
-    assert shelf(site.desk, ExperienceKind.RATED) == []
+    assert of_kind(site.desk, ExperienceKind.RATED) == []
     client.post("/undo", data=undo | {"again": "1"})
-    assert [one.id for one in shelf(site.desk, ExperienceKind.RATED)] == [group.id]
+    assert [one.id for one in of_kind(site.desk, ExperienceKind.RATED)] == [group.id]
 
 
 def test_a_form_sent_twice_is_done_once(client: httpx.Client, site: Served) -> None:
     data = form(site, completion="main-000005/1", text="a\r\nb", key="k1")
     assert [client.post("/edit", data=data).status_code for _ in range(2)] == [303, 303]
-    [group] = shelf(site.desk, ExperienceKind.EXPERT)
+    [group] = of_kind(site.desk, ExperienceKind.EXPERT)
     assert group.experiences[0].response == "a\nb"
 
 
@@ -318,7 +318,7 @@ def test_names_are_changed_on_the_page(client: httpx.Client, site: Served) -> No
     named = client.post("/name", data=form(site, author=" Zoë <b> ", back="/history"))
     assert (named.status_code, named.headers["location"]) == (303, "/history")
     client.post("/rate", data=form(site, completion="main-000005/1", rating="1"))
-    assert shelf(site.desk, ExperienceKind.RATED)[0].author == "Zoë <b>"
+    assert of_kind(site.desk, ExperienceKind.RATED)[0].author == "Zoë <b>"
     assert "Zoë &lt;b&gt;" in client.get("/history").text
     for elsewhere in ("//evil.example", "http://evil.example", "/\\evil.example", "/a\nb"):
         sent = client.post("/name", data=form(site, author="ann", back=elsewhere))
@@ -375,6 +375,6 @@ def test_clients_at_once_while_the_run_writes_and_reads(site: Served) -> None:
     run.close()
     assert failures == []
     assert [group.id for group in taken] == [f"main-{step}" for step in range(1, 21)]
-    answers = [group.experiences[0].response for group in shelf(site.desk, ExperienceKind.EXPERT)]
+    answers = [group.experiences[0].response for group in of_kind(site.desk, ExperienceKind.EXPERT)]
     assert sorted(answers) == sorted(str(number + index) for number in range(4) for index in range(5))
-    assert sorted(group.author for group in shelf(site.desk, ExperienceKind.RATED)) == ["p0", "p1", "p2", "p3"]
+    assert sorted(group.author for group in of_kind(site.desk, ExperienceKind.RATED)) == ["p0", "p1", "p2", "p3"]

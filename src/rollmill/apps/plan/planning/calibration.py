@@ -118,7 +118,7 @@ def calibrate(loaded: LoadedRun, folder: Path, *, max_tokens: int) -> list[Calib
 def _check_stage(stage: StageConfig) -> None:
     if isinstance(stage.workflow, LiveRequestsWorkflow):
         raise ConfigError(
-            f"stage {stage.name}: workflow `traffic` rolls out nothing by itself, so nothing can be measured; "
+            f"stage {stage.name}: workflow `live_requests` rolls out nothing by itself, so nothing can be measured; "
             "plan a run with another workflow"
         )
     if stage.algorithm.uses_rollouts and stage.engine.name != "native":
@@ -203,7 +203,7 @@ def _smaller(stage: StageConfig, groups: int, longest: int) -> StageConfig:
         "trainer": stage.trainer.model_copy(update={"lr": 0.0, "ranks": 1, "sharding": "none"}),
         "evaluation": None,
         "early_stop": None,
-        "residency": None,
+        "offload": None,
         "models": _with_one_copy(stage.models),
         "domains": {
             name: each.model_copy(update={"models": each.models and _with_one_copy(each.models)})
@@ -211,8 +211,8 @@ def _smaller(stage: StageConfig, groups: int, longest: int) -> StageConfig:
         },
     }
     alone = stage.model_copy(update=changes)
-    honoured = ("residency",) not in unused_offload_keys(alone)
-    return alone.model_copy(update={"residency": (stage.residency or _UNLIMITED_BUDGET) if honoured else None})
+    honoured = ("offload",) not in unused_offload_keys(alone)
+    return alone.model_copy(update={"offload": (stage.offload or _UNLIMITED_BUDGET) if honoured else None})
 
 
 def _with_one_copy(models: dict[str, AuxiliaryModelConfig]) -> dict[str, AuxiliaryModelConfig]:
@@ -229,6 +229,6 @@ def _past_copies(stage: StageConfig) -> int:
 
 
 def _present(stage: StageConfig, policy: PolicyModel, sizes: dict[str, int], context: RunContext) -> dict[str, int]:
-    if stage.residency is None:
+    if stage.offload is None:
         return {"train": sum(sizes.values())}
     return {str(phase): size for phase, size in build_offload_plan(stage, policy, context.precision).sizes.items()}

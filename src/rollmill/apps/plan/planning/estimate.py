@@ -80,7 +80,7 @@ class StageEstimate:
         """Converts to plain JSON, in seconds and bytes."""
         bytes_of = {
             name: {phase: each.parts | {"total": each.total} for phase, each in phases.items()}
-            for name, phases in (("memory", self.memory), ("memory_with_residency", self.least))
+            for name, phases in (("memory", self.memory), ("memory_with_offload", self.least))
         }
         return asdict(self) | bytes_of | {"obstacle": self.obstacle}
 
@@ -141,7 +141,7 @@ def estimate_stage(model: ClusterModel, device: torch.device, memory_gb: float |
         least[phase] = PhaseMemory({name: size for name, size in (kept | always).items() if size > 0})
     total, free = _memory_of(device)
     limit = total if memory_gb is None else memory_gb * GB
-    problems = list(too_large(stage, memory if stage.residency is None else least, least, limit))
+    problems = list(too_large(stage, memory if stage.offload is None else least, least, limit))
     seconds = _seconds(model, sizes, rates[precision], _bytes_per_second(device), precision)
     trained = sum(each.numel() for each in model.model.parameters() if each.requires_grad)
     return StageEstimate(

@@ -45,7 +45,7 @@ class MemoryModel:
         return {phase: self._memory(phase, self._everything(phase), groups) for phase in self._phases}
 
     def with_offload(self, groups: list[GroupLengths]) -> MemoryByPhase:
-        """Memory with only the needed components on the device in each phase: the minimum that `residency` achieves."""
+        """Memory with only the needed components on the device in each phase: the minimum that `offload` achieves."""
         return {phase: self._memory(phase, self._needed(phase), groups) for phase in self._phases}
 
     def for_rank(self, groups: list[GroupLengths], ranks: int, sharding: str, *, first: bool) -> PhaseMemory:
@@ -164,9 +164,9 @@ def too_large(stage: StageConfig, phases: MemoryByPhase, least: MemoryByPhase, l
 
 
 def _remedies(stage: StageConfig, phase: str, memory: PhaseMemory, least: PhaseMemory, limit: float) -> Iterator[str]:
-    honoured = ("residency",) not in unused_offload_keys(stage)
-    if stage.residency is None and honoured and least.total <= limit:
-        yield f"residency: {{budget_gb: {limit / GB:.3g}}} leaves {least.total / GB:.3g} GB"
+    honoured = ("offload",) not in unused_offload_keys(stage)
+    if stage.offload is None and honoured and least.total <= limit:
+        yield f"offload: {{budget_gb: {limit / GB:.3g}}} leaves {least.total / GB:.3g} GB"
     over = memory.total - limit
     if phase == "rollout" and memory.parts.get("cache", 0.0) + memory.parts.get("work", 0.0) > over:
         yield f"lower rollout.max_sequences ({stage.rollout.max_sequences}) or rollout.max_new_tokens"

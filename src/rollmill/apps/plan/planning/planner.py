@@ -39,7 +39,7 @@ class StagePlan:
     found: Calibration
     prediction: StepPrediction
     memory: MemoryByPhase  #: without offloading
-    least: MemoryByPhase  #: with `residency`: only the components that each phase needs
+    least: MemoryByPhase  #: with `offload`: only the components that each phase needs
     ranks: dict[str, PhaseMemory]  #: phase `train` by rank and sharding
     processes: dict[str, PhaseMemory]  #: trainer and explorer in separate processes
     splits: list[ProcessSplit]
@@ -48,7 +48,7 @@ class StagePlan:
 
     def to_json(self) -> dict[str, Any]:
         """Converts to plain JSON, in seconds, tokens and bytes."""
-        memory = {"memory": self.memory, "memory_with_residency": self.least, "memory_by_rank": self.ranks}
+        memory = {"memory": self.memory, "memory_with_offload": self.least, "memory_by_rank": self.ranks}
         bytes_of = {
             name: {key: each.parts | {"total": each.total} for key, each in of.items()} for name, of in memory.items()
         }
@@ -124,7 +124,7 @@ def plan_stage(found: Calibration, machine: MachineSpec) -> StagePlan:
     splits = enumerate_splits(model, prediction, machine.cores // found.cores_each)
     splits = [split for split in splits if _fits(split, apart, machine, found.device)]
     best = choose_split(splits, max(stage.max_staleness, 1))
-    chosen = everything if stage.residency is None else least
+    chosen = everything if stage.offload is None else least
     large = list(too_large(stage, chosen, least, machine.memory))
     return StagePlan(stage, found, prediction, everything, least, by_rank, apart, splits, best, large)
 

@@ -102,7 +102,7 @@ def predict_step(model: StepTimeModel) -> StepPrediction:
     elif any("inference" in sample.seconds for sample in found.samples):
         seconds["inference"] = model.phase_s("inference", groups)
     seconds["train"] = model.phase_s("train", groups)
-    if stage.residency is not None:
+    if stage.offload is not None:
         seconds["move"] = model.phase_s("move", groups)
     seconds["other"] = model.other_s(groups)
     seconds["total"] = sum(seconds.values())

@@ -53,7 +53,7 @@ def simulate_steps(
         update={"deadline_s": _ENDLESS_S, "token_budget": None, "reuse": None, "max_new_tokens": 1 << 20}
     )
     # steps after the last one: a stage's end, with fewer and fewer groups under way, is not part of the measurement
-    more = {"steps": steps + stage.max_staleness + 1, "pipeline": [], "evaluation": None, "residency": None}
+    more = {"steps": steps + stage.max_staleness + 1, "pipeline": [], "evaluation": None, "offload": None}
     config = stage.model_copy(update={**more, "rollout": rollout, "buffer": BufferConfig(store="memory")})
     tasks = 2 * rollout.batch
     with virtual_time() as loop:

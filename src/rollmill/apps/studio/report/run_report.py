@@ -203,7 +203,7 @@ def _sections(rows: Sequence[MetricsRow], steps: Sequence[MetricsRow]) -> list[t
 
 
 def _data(keys: Sequence[str], steps: Sequence[MetricsRow]) -> list[LineChart | None]:
-    """Charts of the data before the trainer: pipeline, replay, task order."""
+    """Charts of the data before the trainer: pipeline, replay, sampler."""
     dropped = [key for key in keys if key.startswith("pipeline/") and key.endswith("/dropped")]
     changed = [key for key in keys if key.startswith("pipeline/") and key.endswith(("/changed", "/added"))]
     moved = [[key for key in some if any(row.get(key) for row in steps)] for some in (dropped, changed)]
@@ -214,7 +214,7 @@ def _data(keys: Sequence[str], steps: Sequence[MetricsRow]) -> list[LineChart | 
         _lines("Changed and added", "Experiences, by operator", moved[1], steps),
         _single("Replayed groups", "Per step", "replay/groups", steps),
         _single("Age of replayed groups", "Mean versions since their oldest token", "replay/age", steps),
-        _several("Tasks", "What the order of tasks knows", tasks, steps),
+        _several("Tasks", "What the sampler knows", tasks, steps),
     ]
 
 

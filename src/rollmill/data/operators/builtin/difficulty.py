@@ -18,7 +18,7 @@ DIFFICULTY_COLUMN = "difficulty"
 
 
 class RateTaskDifficulty(TaskOperatorSection):
-    """Writes each task's difficulty to the column `difficulty`, for orders, filters and `sort`."""
+    """Writes each task's difficulty to the column `difficulty`, for samplers, filters and `sort`."""
 
     name: Literal["difficulty"] = "difficulty"
     column: str = "difficulty"

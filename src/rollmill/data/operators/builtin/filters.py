@@ -105,7 +105,7 @@ def _same(value: Any, expected: str | int | float | bool) -> bool:
 
 
 class SortTasks(TaskOperatorSection):
-    """Sorts tasks, easy to hard; for `order: sequential` and for `limit` of an evaluation."""
+    """Sorts tasks, easy to hard; for `sampler: sequential` and for `limit` of an evaluation."""
 
     sorts: ClassVar[bool] = True
 

@@ -183,7 +183,7 @@ class CurriculumSampler(BatchSampler, DifficultySamplerSection):
 
     def setup(self, taskset: Taskset, seed: int, batch: int) -> None:
         super().setup(taskset, seed, batch)
-        self._difficulty = self._column(self.column, "order curriculum") if self.by == "difficulty" else None
+        self._difficulty = self._column(self.column, "sampler curriculum") if self.by == "difficulty" else None
         self._warm = True
 
     def next(self, step: int = 0) -> Task:

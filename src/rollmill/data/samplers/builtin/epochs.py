@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EpochSampler(SamplerSection, Sampler):
-    """Base of orders with epochs; `skip_uniform` skips some tasks.
+    """Base of samplers with epochs; `skip_uniform` skips some tasks.
 
     Skipped tasks are determined when an epoch starts. If that is every task, the next epoch with a task starts instead.
     """
@@ -118,7 +118,7 @@ class EasyToHardSampler(EpochSampler, DifficultySamplerSection):
         self._success, self._difficulty = None, np.zeros(len(taskset.tasks))
         super().setup(taskset, seed, batch)
         if self.by == "difficulty":
-            self._difficulty = self._column(self.column, "order easy_to_hard")
+            self._difficulty = self._column(self.column, "sampler easy_to_hard")
         else:
             self._success = build_success_tracker(self, len(taskset.tasks), self._column)
         self._line = self._permuted()

@@ -137,7 +137,7 @@ function Residents({ run, keys, revision }) {
   const peaks = useMemo(() => lines(memory, (key) => key.slice(7)), [lines]);
   const moves = useMemo(() => lines(moved, (key) => key.slice(10, -3)), [lines]);
   if (!wanted.length) return null;
-  return html`<section><h2>On the device <small>with residency, over the run</small></h2>${error ? html`<${Problem} text=${error} />`
+  return html`<section><h2>On the device <small>with offloading, over the run</small></h2>${error ? html`<${Problem} text=${error} />`
     : html`<div class="charts">${peaks.length > 0 && html`<${Chart} title="Peak memory by phase, GB" lines=${peaks} />`}${moves.length > 0 && html`<${Chart} title="Moved or freed in a step, GB" lines=${moves} />`}</div>`}</section>`;
 }
 

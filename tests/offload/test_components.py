@@ -1,4 +1,4 @@
-"""Residents: what leaves comes back bit for bit, and everything that shared memory still shares it."""
+"""Components: what leaves comes back bit for bit, and everything that shared memory still shares it."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_a_model_leaves_and_comes_back_with_its_ties_and_views(copies: dict[Stor
     view, tied = embedding.detach()[3:5], parameters["lm_head.weight"]
     ids = torch.tensor([[1, 2, 3]])
     logits = model(input_ids=ids).logits
-    resident = OffloadableTensors("policy", model.parameters, copies)
+    component = OffloadableTensors("policy", model.parameters, copies)
     [place] = copies
     for _ in range(2):
-        size = resident.bytes()
-        assert resident.move(place) == size > 0 == resident.bytes()
-        assert resident.move(place) == 0
+        size = component.bytes()
+        assert component.move(place) == size > 0 == component.bytes()
+        assert component.move(place) == 0
         assert all(storage.nbytes() == 0 for storage in collect_storages(model.parameters()))
-        assert resident.move("device") == size == resident.bytes()
+        assert component.move("device") == size == component.bytes()
     now = dict(model.named_parameters(remove_duplicate=False))
     assert all(now[name] is weight for name, weight in parameters.items())
     assert all(torch.equal(now[name], weight) for name, weight in before.items())
@@ -60,20 +60,20 @@ def test_a_model_leaves_and_comes_back_with_its_ties_and_views(copies: dict[Stor
     with torch.no_grad():
         embedding[3] = 7
     assert view[0, 0].item() == tied[3, 0].item() == 7
-    resident.close()
+    component.close()
 
 
 @given(st.lists(st.tuples(st.integers(0, 70), st.sampled_from([torch.float32, torch.uint8, torch.bfloat16]))))
 def test_any_tensors_come_back(tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, torch.dtype]]) -> None:
     tensors = [torch.randint(0, 250, (count, 3)).to(dtype) for count, dtype in shapes]
     before = [tensor.clone() for tensor in tensors]
-    resident = on_disk("it", lambda: tensors, tmp_path_factory.getbasetemp())
-    resident.move("disk")
-    read = {address: bytes(copy.tolist()) for address, copy in resident.copies().items()}
-    resident.move("device")
+    component = on_disk("it", lambda: tensors, tmp_path_factory.getbasetemp())
+    component.move("disk")
+    read = {address: bytes(copy.tolist()) for address, copy in component.copies().items()}
+    component.move("device")
     assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))
     assert read == {s._cdata: bytes(s.tolist()) for s in collect_storages(tensors)} or not tensors
-    resident.close()
+    component.close()
 
 
 def test_memory_of_a_file_is_replaced_by_its_own_and_ties_stay(tmp_path: Path) -> None:
@@ -99,10 +99,10 @@ def test_a_frozen_copy_is_written_once_until_the_weights_change(
         put(self, storages)
 
     monkeypatch.setattr(TempFileStore, "put", noted)
-    resident = on_disk("reference", lambda: [weight], tmp_path, frozen=True)
+    component = on_disk("reference", lambda: [weight], tmp_path, frozen=True)
     for step in range(4):
-        resident.move("disk")
-        resident.move("device")
+        component.move("disk")
+        component.move("device")
         assert weight.tolist() == ([1.0] * 4 if step < 2 else [3.0] * 4)
         if step == 1:
             with torch.no_grad():
@@ -128,19 +128,19 @@ def test_an_optimizer_goes_on_as_if_its_state_had_never_left(tmp_path: Path) -> 
     assert torch.equal(trained(True), trained(False))
 
 
-def test_no_files_are_left_even_while_it_is_away(tmp_path: Path) -> None:
+def test_no_files_are_left_even_while_it_is_offloaded(tmp_path: Path) -> None:
     weight = torch.ones(1000)
-    resident = on_disk("policy", lambda: [weight], tmp_path / "new")
-    resident.move("disk")
+    component = on_disk("policy", lambda: [weight], tmp_path / "new")
+    component.move("disk")
     assert list((tmp_path / "new").iterdir()) == []
-    resident.move("device")
+    component.move("device")
     assert weight.sum() == 1000
 
 
 def test_where_there_is_no_room_it_stays(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     weight = torch.ones(1000)
-    with pytest.raises(OffloadError, match=r"residency: policy cannot be written to .*file: .* make room there, or"):
+    with pytest.raises(OffloadError, match=r"offload: policy cannot be written to .*file: .* make room there, or"):
         on_disk("policy", lambda: [weight], tmp_path / "file").move("disk")
     assert weight.sum() == 1000
 
@@ -149,7 +149,7 @@ def places(**by_phase: dict[str, StorageTier]) -> OffloadPlan:
     return OffloadPlan({phase: by_phase[phase] for phase in by_phase}, {})  # type: ignore[misc]
 
 
-def test_a_phase_has_what_it_needs_and_a_checkpoint_reads_what_is_away(tmp_path: Path) -> None:
+def test_a_phase_has_what_it_needs_and_a_checkpoint_reads_what_is_offloaded(tmp_path: Path) -> None:
     model = toy_model("llama", tie_word_embeddings=True)
     expected = copy.deepcopy(model.state_dict())
     policy = torch.ones(3)
@@ -157,20 +157,20 @@ def test_a_phase_has_what_it_needs_and_a_checkpoint_reads_what_is_away(tmp_path:
         rollout={"policy": "device", "reference": "disk"}, inference={"policy": "device", "reference": "device"}
     )
     here = [on_disk("reference", model.parameters, tmp_path), on_disk("policy", lambda: [policy], tmp_path)]
-    residency = OffloadManager(here, plan, CPU)
-    assert residency.enter("rollout")
-    assert not residency.enter("rollout")
+    manager = OffloadManager(here, plan, CPU)
+    assert manager.enter("rollout")
+    assert not manager.enter("rollout")
     assert sum(storage.nbytes() for storage in collect_storages(model.parameters())) == 0
     state = {"reference": model.state_dict(), "numbers": [1, {"policy": policy}]}
-    torch.save(residency.whole(state), tmp_path / "state.pt")
+    torch.save(manager.whole(state), tmp_path / "state.pt")
     assert (tmp_path / "state.pt").stat().st_size < 2 * sum(each.nbytes for each in model.parameters()), "ties are kept"
     read = torch.load(tmp_path / "state.pt", weights_only=True)
     assert all(torch.equal(read["reference"][name], weight) for name, weight in expected.items())
     assert torch.equal(read["numbers"][1]["policy"], policy)
     assert sum(storage.nbytes() for storage in collect_storages(model.parameters())) == 0, "nothing came back for it"
-    residency.enter("inference")
+    manager.enter("inference")
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in expected.items())
-    found = residency.metrics()
+    found = manager.metrics()
     assert found.keys() == {
         "memory/rollout",
         "memory/inference",
@@ -178,8 +178,8 @@ def test_a_phase_has_what_it_needs_and_a_checkpoint_reads_what_is_away(tmp_path:
         "residency/reference/seconds",
     }
     assert found["residency/reference/gb"] == pytest.approx(2 * sum(p.nbytes for p in model.parameters()) / 1e9)
-    assert residency.metrics().keys() == {"memory/inference"}
-    residency.close()
+    assert manager.metrics().keys() == {"memory/inference"}
+    manager.close()
 
 
 def test_the_cast_is_made_before_the_policy_leaves(tmp_path: Path) -> None:
@@ -194,13 +194,13 @@ def test_the_cast_is_made_before_the_policy_leaves(tmp_path: Path) -> None:
         rollout={"policy": "disk", "cast": "device"},
         train={"policy": "device", "cast": "destroyed"},
     )
-    residency = OffloadManager([cast, on_disk("policy", lambda: [policy], tmp_path)], plan, CPU)
+    manager = OffloadManager([cast, on_disk("policy", lambda: [policy], tmp_path)], plan, CPU)
     phases: list[Phase] = ["train", "rollout", "train", "rollout"]
     for phase in phases:
-        residency.enter(phase)
+        manager.enter(phase)
         assert policy.untyped_storage().nbytes() == (0 if phase == "rollout" else 12)
     assert happened == ["destroyed", "made of 12 bytes"] * 2
-    residency.close()
+    manager.close()
     assert policy.tolist() == [1, 1, 1]
 
 
@@ -208,11 +208,11 @@ def test_what_a_thread_uses_is_moved_between_its_work(tmp_path: Path) -> None:
     weight = torch.ones(1000)
     inner = on_disk("rewards", lambda: [weight], tmp_path)
     with ThreadPoolExecutor(1) as thread:
-        resident = ThreadBoundComponent(inner, thread)
+        component = ThreadBoundComponent(inner, thread)
         sums = []
         for _ in range(20):
             work = thread.submit(lambda: (inner.move("device"), float(weight.sum()))[1])
-            resident.move("disk")
+            component.move("disk")
             sums.append(work.result())
     assert sums == [1000.0] * 20
 
@@ -235,19 +235,19 @@ class Full:
 def test_what_had_left_when_another_had_no_room_comes_back_with_the_old_phase(tmp_path: Path) -> None:
     first, second = torch.ones(4), torch.ones(8)
     full = Full(TempFileStore(tmp_path, "second"))
-    residents = [
+    components = [
         OffloadableTensors("policy", lambda: [], {}),
         on_disk("critic", lambda: [first], tmp_path),
         OffloadableTensors("optimizer", lambda: [second], {"disk": full}),
     ]
-    there: dict[str, StorageTier] = {each.name: "device" for each in residents}
-    away: dict[str, StorageTier] = there | {"critic": "disk", "optimizer": "disk"}
-    residency = OffloadManager(residents, OffloadPlan({"train": there, "rollout": away}, {}), CPU)
-    residency.enter("train")
+    there: dict[str, StorageTier] = {each.name: "device" for each in components}
+    offloaded: dict[str, StorageTier] = there | {"critic": "disk", "optimizer": "disk"}
+    manager = OffloadManager(components, OffloadPlan({"train": there, "rollout": offloaded}, {}), CPU)
+    manager.enter("train")
     with pytest.raises(OffloadError):
-        residency.enter("rollout")
+        manager.enter("rollout")
     assert first.untyped_storage().nbytes() == 0
-    residency.enter("train")
+    manager.enter("train")
     assert first.tolist() == [1] * 4
     assert second.tolist() == [1] * 8
-    residency.close()
+    manager.close()

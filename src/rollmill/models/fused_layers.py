@@ -1,6 +1,6 @@
-"""Forward passes of Llama-like models in fewer operations than transformers makes, for the engine on a CPU.
+"""Forward passes of Llama-like models in fewer operations than transformers makes, for the engine.
 
-A decode step of a small model is mostly the cost of starting some forty operations per layer. Here the projections of
+A decode step of a small model is mostly the cost of starting some fifty operations per layer. Here the projections of
 queries, keys and values are one product, queries and keys are normalised and rotated together, and residuals are added
 by the products. The result is that of the model itself, apart from rounding; a model for which a comparison shows
 anything else is left to transformers.
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rollmill.errors import ModelError
 from rollmill.models.attention import AttentionContext, AttentionOptions, build_forward_inputs, use_attention_context
@@ -36,9 +37,11 @@ class FusedLayers:
 
     Args:
         options: of each layer's attention.
+        context: number of positions. A GPU has the angles of all of them from the start: to look how many have occurred
+            would make the host wait in each step.
     """
 
-    def __init__(self, model: nn.Module, options: list[AttentionOptions]) -> None:
+    def __init__(self, model: nn.Module, options: list[AttentionOptions], context: int) -> None:
         whole: Any = model
         network: Any = whole.model
         self._embedding, self._norm, self._head = network.embed_tokens, network.norm, whole.lm_head
@@ -46,7 +49,10 @@ class FusedLayers:
         own = zip(network.layers, options, strict=True)
         self._layers = [_Layer(layer, each, copied <= COPIED_BYTES) for layer, each in own]
         self._rotary: Any = network.rotary_emb
+        self._device = self._embedding.weight.device
         self._cos_PD = self._sin_PD = torch.empty(0)  # of the positions that have occurred so far
+        if self._device.type != "cpu":
+            self._turn(context)
 
     def refresh(self) -> None:
         """Copy the weights that are used as one."""
@@ -69,13 +75,15 @@ class FusedLayers:
 
     def _angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rotary embedding, [T, 1, D]; the first half of the sines is negated."""
-        needed = int(positions_T.max()) + 1
-        if needed > len(self._cos_PD):
-            count = max(needed, 2 * len(self._cos_PD))
-            cos, sin = self._rotary(self._embedding.weight[:1, None], torch.arange(count)[None])
-            half = sin.shape[-1] // 2
-            self._cos_PD, self._sin_PD = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
+        if self._device.type == "cpu" and (needed := int(positions_T.max()) + 1) > len(self._cos_PD):
+            self._turn(max(needed, 2 * len(self._cos_PD)))
         return self._cos_PD[positions_T, None], self._sin_PD[positions_T, None]
+
+    def _turn(self, count: int) -> None:
+        """Compute the angles of the first `count` positions."""
+        cos, sin = self._rotary(self._embedding.weight[:1, None], torch.arange(count, device=self._device)[None])
+        half = sin.shape[-1] // 2
+        self._cos_PD, self._sin_PD = cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
 
 
 class _Layer:
@@ -150,20 +158,20 @@ class _Joined:
         return [functional.linear(hidden, each.weight, each.bias) for each in self._linears]
 
 
-def build_fused_layers(model: nn.Module) -> FusedLayers | None:
-    """Return the fused passes of a model with its present weights.
+def build_fused_layers(model: nn.Module, context: int) -> FusedLayers | None:
+    """Return the fused passes of a model with its present weights, for `context` positions.
 
     None if it is not of a known form, or if they do not compute the logits that the model computes.
     """
     if not _is_known(model):
         return None
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
-    positions = torch.arange(_TRIED)[None]
+    positions = torch.arange(min(_TRIED, context), device=weight.device)[None]
     tokens = positions * 7 % len(weight)
     recorder = _Recorder()
     with use_attention_context(model, recorder):
         expected = model(**build_forward_inputs(model, tokens, positions)).logits[0].double()
-    fused = FusedLayers(model, list(recorder.options))
+    fused = FusedLayers(model, list(recorder.options), context)
     fused.refresh()
     found = fused.forward(recorder, tokens, positions, 0).double()
     return fused if (found - expected).norm() <= _TOLERANCE[weight.dtype] * expected.norm() else None
@@ -177,21 +185,23 @@ class _Recorder:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         self.options.append(options)
-        return functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=options.scaling, enable_gqa=True
-        ).transpose(1, 2)
+        with sdpa_kernel(SDPBackend.MATH):
+            attended = functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=options.scaling, enable_gqa=True
+            )
+        return attended.transpose(1, 2)
 
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
         raise ModelError("a recurrent layer in a model without any")
 
 
 def _is_known(model: Any) -> bool:
-    """True for a model on a CPU whose modules are those of its architecture, with nothing added or replaced."""
+    """True for a model on one device whose modules are those of its architecture, with nothing added or replaced."""
     config = model.config
     rotary = getattr(config, "rope_parameters", None) or {}
     if config.model_type not in MODEL_TYPES or rotary.get("rope_type") not in FIXED_ROTARY:
         return False
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+    if len({parameter.device for parameter in model.parameters()}) != 1:
         return False
     for module in model.modules():
         home = "torch.nn." if type(module) is Int8Linear else type(module).__module__
