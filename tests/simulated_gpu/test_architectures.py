@@ -29,8 +29,6 @@ NOT_CAPTURED = {
 }
 """By architecture: why the host waits inside of transformers' forward pass, so that no decode step can be captured.
 Those of recurrent models never are."""
-NOT_IN_BF16 = {"minimax": "its attention mixes fp32 and bf16 in one product, on a CPU as well"}
-"""By architecture: why transformers' code fails in bf16."""
 GAP = 0.08
 """Mean difference of a token's log-prob between engine and trainer, in nats. Both round each layer's output to 8 bits;
 on a CPU, where nothing is captured, the largest of these models' means is 0.07, that of most of them 0.02."""
@@ -40,13 +38,8 @@ on a CPU, where nothing is captured, the largest of these models' means is 0.07,
 def test_an_architecture_on_the_device(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
     with silence_transformers():
         model: Any = tiny_model(architecture).cuda()
-    options = {"vocabulary": VOCABULARY, "new_tokens": 8 + 2 * CAPTURE_AFTER}
-    if architecture in NOT_IN_BF16:
-        with pytest.raises(RuntimeError, match="dtype"):
-            rolled_out(model, **options)
-        return
     with caplog.at_level(logging.WARNING, "rollmill"):
-        experiences, counts = rolled_out(model, **options)
+        experiences, counts = rolled_out(model, vocabulary=VOCABULARY, new_tokens=8 + 2 * CAPTURE_AFTER)
     gaps = trained_gaps(model, experiences)
     assert float(gaps.mean()) <= GAP  # NaN is not
     gradients = [each.grad for each in model.parameters() if each.grad is not None]

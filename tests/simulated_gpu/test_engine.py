@@ -70,3 +70,10 @@ def test_a_gpu_before_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flash kernel refuses it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert attended_by_flash(toy_model("qwen3")) == 0
+
+
+def test_decay_rates_that_are_buffers_follow_the_weights() -> None:
+    """MiniMax multiplies them with activations, which are in bf16, in one product."""
+    model = tiny_model("minimax").cuda()
+    experiences, _ = rolled_out(model, vocabulary=VOCABULARY, new_tokens=12)
+    assert float(trained_gaps(model, experiences).mean()) < 0.05
