@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -236,8 +236,26 @@ def _mm_into(a: Tensor, b: Tensor, out_dtype: Any) -> Tensor:
     return torch.mm(a.cpu().float(), b.cpu().float()).to(a.device, out_dtype)  # CPUs have no product with another type
 
 
+@_quietly
+def _rms_norm_backward(
+    grad: Tensor, given: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of one normalised dimension; CPUs have the forward kernel only."""
+    [_] = shape
+    g, x, scale = (each.cpu().float() for each in (grad, given, rstd))
+    x = x * scale
+    of_weight = (g * x).flatten(0, -2).sum(0)
+    g = g if weight is None else g * weight.cpu().float()
+    of_given = scale * (g - x * (g * x).mean(-1, keepdim=True))
+    return (
+        of_given.to(given.device, given.dtype) if mask[0] else None,
+        of_weight.to(weight.device, weight.dtype) if mask[1] and weight is not None else None,
+    )
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     "mm.dtype": _mm_into,
+    "_fused_rms_norm_backward": _rms_norm_backward,
     "copy_": _copy,
     "_local_scalar_dense": _local_scalar,
     "histc": _histc,
