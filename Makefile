@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: each would compile the modules that it imports where this variable is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough test-simulated-gpu net fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup templates-setup docs gpu-check wheels clean
+.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough test-simulated-gpu test-simulated-gpu-thorough net fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup templates-setup docs gpu-check wheels clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,10 @@ test-thorough: setup postgres-installed chromium-installed
 SIMULATED := SIMULATED_CUDA=1 SIMULATED_CUDA_DEVICES=2 PYTHONPATH=tests/support/simulated_cuda/site
 test-simulated-gpu: setup
 	$(SIMULATED) $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m 'gpu and not thorough' tests
+
+# Every architecture, sharding and placement, and planted defects.
+test-simulated-gpu-thorough: setup
+	$(SIMULATED) $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m 'gpu and thorough' tests/simulated_gpu
 
 # Run after each change of the structure: values, resume and modes are what they were, and nothing is slower. BEFORE is
 # the commit to compare with; short rounds are noisy, hence the generous limit.

@@ -4,9 +4,10 @@ Tensors of device "cuda" are real tensors whose memory lies on the host. `device
 CPU's kernel, after the checks that CUDA makes: operands on one device, generators of the device, types that its kernels
 have. Fresh memory is NaN. `torch.cuda` captures and replays graphs as a GPU does (`graphs.py`), some kernels have the
 limits of the real ones (`kernels.py`), NCCL is gloo on the same memory (`nccl.py`), and `Trace` (`trace.py`) counts
-kernels, and what makes the host wait.
+kernels, and what makes the host wait. Copies for which it does not wait end at its next wait, not before.
 
-It cannot show races, CUDA's rounding, hangs of NCCL, fragmentation, or what bitsandbytes, Triton and vLLM do on a GPU.
+It cannot show races between kernels, CUDA's rounding, hangs of NCCL, fragmentation, or what bitsandbytes, Triton and
+vLLM do on a GPU.
 
 The environment switches it on, in this process and in those that it starts: SIMULATED_CUDA=1, and the folder `site` on
 PYTHONPATH (`make test-simulated-gpu`). SIMULATED_CUDA_DEVICES is the number of devices, SIMULATED_CUDA_GB the memory of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from support.simulated_cuda.trace import note_launches, note_sync, refuse_in_capture
+from support.simulated_cuda.trace import (
+    finish_copies,
+    note_launches,
+    note_sync,
+    receive_later,
+    refuse_in_capture,
+    send_later,
+)
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
@@ -37,12 +44,20 @@ def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
 def _copy(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not getattr(_inside, "on", False) and to.is_cuda != source.is_cuda and source.numel():
         if to.is_cuda:
-            kind = "h2d pinned" if source.is_pinned() else "h2d pageable"
+            finish_copies()  # of the source, in the order of the stream
+            kind = "h2d pageable" if not source.is_pinned() else "h2d pinned" if non_blocking else "h2d waiting"
         else:
             kind = "d2h async" if non_blocking and to.is_pinned() else "d2h"
         if kind not in ("d2h async", "h2d pinned"):
             refuse_in_capture(kind)
         note_sync(kind)
+        if kind == "h2d pinned":
+            send_later(source)
+        elif kind == "d2h async":
+            values = torch.empty_like(to)
+            _device.copy_(values, source)
+            receive_later(to, values)
+            return to
     if source.is_conj() != to.is_conj():  # without the flags, which would be resolved by another copy
         plain = to.conj() if to.is_conj() else to
         _device.copy_(plain, source.conj() if source.is_conj() else source)
@@ -94,6 +109,8 @@ def _flash_forward(
     alibi_slopes: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, ...]:
+    if torch.cuda.get_device_capability(query.device) < (8, 0):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if cum_seq_q is None or cum_seq_k is None:
         raise NotImplementedError("the simulated GPU has no flash attention without segments")
     window = (window_size_left, window_size_right)
@@ -214,7 +231,31 @@ def _grouped_mm(
     return _product_by_group(a, b, offs, bias, out_dtype)  # type: ignore[no-any-return]
 
 
+@_quietly
+def _mm_into(a: Tensor, b: Tensor, out_dtype: Any) -> Tensor:
+    return torch.mm(a.cpu().float(), b.cpu().float()).to(a.device, out_dtype)  # CPUs have no product with another type
+
+
+@_quietly
+def _rms_norm_backward(
+    grad: Tensor, given: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of one normalised dimension; CPUs have the forward kernel only."""
+    [_] = shape
+    g, x, scale = (each.cpu().float() for each in (grad, given, rstd))
+    x = x * scale
+    of_weight = (g * x).flatten(0, -2).sum(0)
+    g = g if weight is None else g * weight.cpu().float()
+    of_given = scale * (g - x * (g * x).mean(-1, keepdim=True))
+    return (
+        of_given.to(given.device, given.dtype) if mask[0] else None,
+        of_weight.to(weight.device, weight.dtype) if mask[1] and weight is not None else None,
+    )
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
+    "mm.dtype": _mm_into,
+    "_fused_rms_norm_backward": _rms_norm_backward,
     "copy_": _copy,
     "_local_scalar_dense": _local_scalar,
     "histc": _histc,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from support.simulated_cuda.build import nccl_module
+from support.simulated_cuda.cuda_api import properties
 
 _NAME = "simulated_nccl"
 _spec = importlib.util.spec_from_file_location("nccl", nccl_module())
@@ -21,6 +22,10 @@ _init_process_group = dist.init_process_group
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    store.set(f"gpu of {rank}", properties().uuid)
+    gpus = [store.get(f"gpu of {each}") for each in range(size)]
+    if len(set(gpus)) < size:
+        raise RuntimeError(f"ncclInvalidUsage: Duplicate GPU detected: the ranks are on {gpus}")
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(interface="lo")]

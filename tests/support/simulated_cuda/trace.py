@@ -42,6 +42,9 @@ _NO_KERNEL = {
     "is_pinned",
     "lift_fresh",
 }
+_ASYNCHRONOUS = {"h2d pinned", "d2h async"}
+_sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+_received: list[tuple[torch.Tensor, torch.Tensor]] = []
 _open: list[Trace] = []
 _capturing = threading.local()
 
@@ -54,8 +57,9 @@ class Trace(TorchDispatchMode):
     """Counts operations on CUDA tensors inside of a `with`, and what crosses between host and device.
 
     `launches` counts kernels, a replayed graph as one. `ops` counts them by operation, `lines` by line. `crossings`
-    counts transfers by kind and line: copies between host and device ("d2h", "h2d pageable", "h2d pinned"), and what
-    else makes the host wait ("item", "cuda.synchronize", "dynamic shape (nonzero)", ...).
+    counts transfers by kind and line: copies between host and device ("d2h", "h2d pageable", ..., and "h2d pinned" and
+    "d2h async", for which the host does not wait), and what else makes the host wait ("item", "cuda.synchronize",
+    "dynamic shape (nonzero)", ...).
     """
 
     def __init__(self) -> None:
@@ -101,9 +105,33 @@ class Trace(TorchDispatchMode):
 
 
 def note_sync(kind: str) -> None:
-    """Count a wait of the host in all open traces."""
+    """Count a transfer or a wait of the host in all open traces. After a wait, all copies before it have been made."""
     for trace in _open:
         trace.crossings[kind, where()] += 1
+    if kind not in _ASYNCHRONOUS:
+        finish_copies()
+
+
+def send_later(source: torch.Tensor) -> None:
+    """Note that the device reads this host memory at some time before the host's next wait."""
+    _sent.append((source, source.clone()))
+
+
+def receive_later(to: torch.Tensor, values: torch.Tensor) -> None:
+    """Fill host memory with garbage until the host's next wait, and then with these values."""
+    _received.append((to, values))
+    to.fill_(float("nan") if to.is_floating_point() else 0x7F)
+
+
+def finish_copies() -> None:
+    """Make the copies that the host has not waited for. Raises RuntimeError if it has overwritten what they read."""
+    while _received:
+        to, source = _received.pop(0)
+        to.copy_(source)
+    while _sent:
+        source, was = _sent.pop(0)
+        if not torch.equal(_as_bytes(source), _as_bytes(was)):
+            raise RuntimeError("pinned memory was overwritten before the host had waited for the copy that reads it")
 
 
 def note_launches(name: str, count: int) -> None:
@@ -111,6 +139,10 @@ def note_launches(name: str, count: int) -> None:
     for trace in _open:
         trace.launches += count
         trace.ops[name] += count
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def captures() -> list[Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rollmill.models.cpu.int8 import Int8Linear, int8_linears, require_int8_products
 from rollmill.models.lora import adapted_layers, copy_without_adapters, merged_weight, merges_adapters
+from rollmill.models.recurrent import recurrent_layers
 
 
 class EngineWeights:
@@ -17,8 +18,8 @@ class EngineWeights:
 
     If the trainer's model already has that type and no adapters, `model` is the trainer's model itself. Otherwise it is
     a copy whose parameters are cast, or merged, once after each update; buffers and parameters that need neither are
-    shared. With adapters that are not merged the copy has adapters of its own, since the trainer puts others in their
-    place while it computes a reference.
+    shared, but for saved buffers of recurrent layers, which are cast. With adapters that are not merged the copy has
+    adapters of its own, since the trainer puts others in their place while it computes a reference.
 
     With `int8` the copy's linear layers multiply in 8 bits, and are rounded again after each update.
 
@@ -76,6 +77,10 @@ class EngineWeights:
         """Copy the modules, without adapters if these are merged; tied parameters stay tied."""
         layers = {id(layer.base_layer.weight): layer for layer in adapted_layers(model).values() if merges}
         memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+        saved = {id(each) for each in model.state_dict(keep_vars=True).values()}
+        for recurrent in recurrent_layers(model):  # decay rates, which meet activations in one product (MiniMax)
+            own = [each for each in recurrent.buffers() if id(each) in saved and each.is_floating_point()]
+            memo |= {id(buffer): buffer.to(dtype) for buffer in own}
         sources: dict[int, Callable[[], Tensor]] = {}  # of the twins that are rounded to 8 bits
         for name, parameter in model.named_parameters():
             layer = layers.get(id(parameter))
