@@ -150,8 +150,8 @@ async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
 
     make = tail_stage(args)
     warm = make()
-    await warm.step()
-    await warm.stage.close()
+    await train_step(warm)
+    await warm.close()
     channel.say(versions=versions("torch", "transformers"))
     for _ in channel.commands():
         stage = make()
