@@ -46,7 +46,7 @@ def repeat_tower(times: int) -> None:
 
     once = vision.compute_features
 
-    def repeated(model: Any, needed: Any) -> Any:
+    def repeated(model: Any, needed: Any, passes: int = 0) -> Any:
         found = list(needed)
         if not found:
             return {}
@@ -55,7 +55,7 @@ def repeat_tower(times: int) -> None:
             for each in found
             for i in range(times)
         ]
-        features = once(model, copies)
+        features = once(model, copies, passes)
         return {each.key: features[f"{each.key}/0"] for each in found}
 
     for module in (vision, logprobs):
