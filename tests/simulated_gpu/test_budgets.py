@@ -27,7 +27,7 @@ from rollmill.types import Experience, experience_from_completion
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("simulated")]
 
 KERNELS_A_LAYER, KERNELS_BESIDE = 55, 25
-TRANSFERS_OF_A_STEP = 2
+TRANSFERS_OF_A_STEP = {False: 2, True: 3}  # with top-p the host looks whether the 512 likeliest tokens hold enough
 CAPTURES_IN_CONVERSATIONS = 0.01
 TRANSFERS_OF_TRAINING = {"grpo": (35, 3), "ppo": (60, 7)}  # a step, and each micro-batch after the first
 SIZES: dict[str, Any] = {"hidden_size": 32, "head_dim": 8, "intermediate_size": 32, "max_position_embeddings": 2048}
@@ -61,8 +61,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     return found
 
 
-def engine(layers: int = 2, **options: Any) -> NativeEngine:
-    model = toy_model("qwen3", num_hidden_layers=layers, **SIZES).cuda()
+def engine(layers: int = 2, vocab_size: int = 130, **options: Any) -> NativeEngine:
+    model = toy_model("qwen3", vocab_size, num_hidden_layers=layers, **SIZES).cuda()
     made = NativeEngine(model, context=2048, prefill_tokens=4096, dtype=torch.bfloat16, **options)
     made.weights_updated(0)
     return made
@@ -97,9 +97,9 @@ def test_transfers_of_a_decode_step(counted: Counted, sampling: dict[str, Any]) 
     found = []
     for tokens in (20, 30):  # within one bucket of the cache, so that the rest of both is equal
         with Trace() as trace:
-            generate(engine(), cohort(max_new_tokens=tokens, **sampling))
+            generate(engine(vocab_size=1000), cohort(max_new_tokens=tokens, **sampling))
         found.append(trace.transfers())
-    assert (found[1] - found[0]) / 10 <= TRANSFERS_OF_A_STEP, trace.report(counted.steps)
+    assert (found[1] - found[0]) / 10 <= TRANSFERS_OF_A_STEP[bool(sampling)], trace.report(counted.steps)
 
 
 def test_uniform_completions_are_decoded_by_replays(counted: Counted) -> None:

@@ -159,7 +159,7 @@ def generation_metrics(before: Mapping[str, float], after: Mapping[str, float], 
     steps, replays, captures = (
         after.get(key, 0) - before.get(key, 0) for key in ("decode_steps", "decode_replays", "decode_captures")
     )
-    if replays or captures:
+    if steps and (replays or captures):
         metrics["rollout/captured/share"] = replays / steps
         metrics["rollout/captured/captures"] = captures
     return metrics
