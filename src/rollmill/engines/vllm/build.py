@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 
@@ -40,7 +41,7 @@ def build_vllm(
     """Build the vLLM engine, whose process starts with the first request; it computes in `precision` (bf16 or fp32).
 
     Raises:
-        ConfigError: engine.python is no Python with vLLM; sleep mode is configured without a GPU.
+        ConfigError: engine.python is no Python with vLLM; GPUs or sleep mode are configured that are not there.
         ModelError: vLLM cannot load this model's weights.
     """
     processor = picture_processor(policy.model)
@@ -52,6 +53,7 @@ def build_vllm(
     gpu = policy.device.type == "cuda"
     if section.sleep and not gpu:
         raise ConfigError("engine.sleep: vLLM sleeps on GPUs only, and this run is on a CPU; remove it")
+    gpus = _own_gpus(section, on_gpu=gpu)
     python = section.reader_python()
     found = probe_python(python)
     folder, lock = make_engine_folder(shared_memory_folder())
@@ -76,6 +78,7 @@ def build_vllm(
         **({"gpu_memory_utilization": _share_of_gpu(policy, section, precision)} if gpu else {}),
         "enforce_eager": not (gpu if section.compile == "auto" else section.compile),
         **({"enable_sleep_mode": True} if section.sleep else {}),
+        **({"tensor_parallel_size": len(gpus)} if len(gpus) > 1 and not _splits(section) else {}),
         **({} if processor is None else _SEEING),
         **section.options,
     }
@@ -91,6 +94,7 @@ def build_vllm(
         threads=torch.get_num_threads(),
         deadline_s=section.deadline_s,
         lock=lock,
+        gpus=gpus,
     )
     return VLLMEngine(
         launch,
@@ -100,6 +104,25 @@ def build_vllm(
         restarts=section.restarts,
         checksum=XXH3 if found["xxhash"] else CRC32,
     )
+
+
+def _own_gpus(section: VLLMEngineConfig, *, on_gpu: bool) -> list[str]:
+    """The GPUs of `engine.gpus` by the names that CUDA_VISIBLE_DEVICES has for them: numbers, or UUIDs."""
+    if section.gpus is None:
+        return []
+    if not on_gpu:
+        raise ConfigError("engine.gpus: this run is on a CPU, and so is its vLLM; remove it")
+    count = torch.cuda.device_count()
+    if max(section.gpus) >= count:
+        raise ConfigError(f"engine.gpus: there is no GPU {max(section.gpus)}; torch finds {count}, counted from 0")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in visible.split(",")] if visible else [str(each) for each in range(count)]
+    return [names[each] for each in section.gpus]
+
+
+def _splits(section: VLLMEngineConfig) -> bool:
+    """True if the options say how GPUs are used together."""
+    return any(key.endswith("_parallel_size") for key in section.options)
 
 
 def _share_of_gpu(policy: PolicyModel, section: VLLMEngineConfig, precision: str) -> float:
