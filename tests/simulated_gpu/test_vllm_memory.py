@@ -60,7 +60,7 @@ def test_another_gpu_is_the_only_one_that_it_sees(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     launch = launched(tmp_path, gpus=[1])
     assert list(launch.gpus) == [seen]
-    assert "tensor_parallel_size" not in launch.settings["arguments"]
+    assert launch.settings["arguments"]["tensor_parallel_size"] == 1
 
 
 @pytest.mark.usefixtures("simulated")

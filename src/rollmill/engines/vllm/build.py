@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import torch
 
@@ -75,10 +76,9 @@ def build_vllm(
         "enable_chunked_prefill": gpu,
         "max_num_batched_tokens": at_once if gpu else max(at_once, policy.context),
         "kv_cache_memory_bytes": int(section.cache_gb * 2**30),
-        **({"gpu_memory_utilization": _share_of_gpu(policy, section, precision)} if gpu else {}),
+        **(_gpu_arguments(policy, section, precision) if gpu else {}),
         "enforce_eager": not (gpu if section.compile == "auto" else section.compile),
         **({"enable_sleep_mode": True} if section.sleep else {}),
-        **({"tensor_parallel_size": len(gpus)} if len(gpus) > 1 and not _splits(section) else {}),
         **({} if processor is None else _SEEING),
         **section.options,
     }
@@ -120,16 +120,16 @@ def _own_gpus(section: VLLMEngineConfig, *, on_gpu: bool) -> list[str]:
     return [names[each] for each in section.gpus]
 
 
-def _splits(section: VLLMEngineConfig) -> bool:
-    """True if the options say how GPUs are used together."""
-    return any(key.endswith("_parallel_size") for key in section.options)
-
-
-def _share_of_gpu(policy: PolicyModel, section: VLLMEngineConfig, precision: str) -> float:
-    """The share of the GPU's memory that has to be free when vLLM starts: its weights, its cache, and room to work.
+def _gpu_arguments(policy: PolicyModel, section: VLLMEngineConfig, precision: str) -> dict[str, Any]:
+    """The share of the GPU's memory that has to be free when vLLM starts: its weights, its cache, and room to work; and
+    over how many GPUs it splits the model.
 
     vLLM would ask for 92 %, which a trainer on the same GPU has taken.
     """
     width = 2 if precision == "bf16" else 4
     needed = width * count_weights(policy.model) + section.cache_gb * 2**30 + _WORK_BYTES
-    return min(_MOST, math.ceil(100 * needed / torch.cuda.get_device_properties(policy.device).total_memory) / 100)
+    share = math.ceil(100 * needed / torch.cuda.get_device_properties(policy.device).total_memory) / 100
+    arguments: dict[str, Any] = {"gpu_memory_utilization": min(_MOST, share)}
+    if section.gpus is not None and not any(key.endswith("_parallel_size") for key in section.options):
+        arguments["tensor_parallel_size"] = len(section.gpus)
+    return arguments
