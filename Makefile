@@ -45,10 +45,10 @@ test-services: setup postgres-installed chromium-installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m service
 
 # Both of them at once, as CI runs them: tests are collected once, and no process waits for another in between. A file's
-# tests stay together, since they share what takes long to make; the last files are short. Three at once, since many of
+# tests stay together, since they share what takes long to make; the last files are short. Four at once, since many of
 # them wait: for deadlines, and for processes that start.
 test-long: setup postgres-installed chromium-installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 -m '(slow or service) and not thorough'
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m '(slow or service) and not thorough'
 
 # The benchmarks with small numbers, runs that learn for minutes, and variants of slow tests of which CI runs one each.
 test-thorough: setup postgres-installed chromium-installed
@@ -56,8 +56,10 @@ test-thorough: setup postgres-installed chromium-installed
 
 # The CUDA path on two simulated GPUs: tests/support/simulated_cuda. Compiled at first use, which needs g++.
 SIMULATED := SIMULATED_CUDA=1 SIMULATED_CUDA_DEVICES=2 PYTHONPATH=tests/support/simulated_cuda/site
+# Only files with such tests are collected.
+GPU_TESTS = $(shell grep -rl 'mark\.gpu' tests --include='test_*.py')
 test-simulated-gpu: setup
-	$(SIMULATED) $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m 'gpu and not thorough' tests
+	$(SIMULATED) $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m 'gpu and not thorough' $(GPU_TESTS)
 
 # Every architecture, sharding and placement, and planted defects.
 test-simulated-gpu-thorough: setup
@@ -110,7 +112,7 @@ verifiers-setup: .venv-verifiers/.installed
 
 .venv-verifiers/.installed:
 	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
-	.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0
+	.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --no-compile verifiers==0.4.0
 	touch $@
 
 # The documentation as a site in build/site; a warning, a link to nothing or a file of another host is an error.
@@ -120,7 +122,7 @@ docs: .venv-docs/.installed
 
 .venv-docs/.installed: docs/site/requirements.txt
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/site/requirements.txt
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --requirement docs/site/requirements.txt
 	touch $@
 
 # The packages of the trackers, for their tests; beside .venv, whose packages it sees, so that `make test` stays quick.
@@ -130,7 +132,7 @@ trackers-setup: .venv-trackers/.installed
 	test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
 		> "$$(.venv-trackers/bin/python -c 'import site; print(site.getsitepackages()[0])')/rollmill.pth"
-	.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check \
+	.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		wandb==0.31.0 mlflow-skinny==3.17.2 alembic==1.20.1 trackio==0.43.0 swanlab==0.10.3 aim==3.29.1
 	touch $@
 
