@@ -60,6 +60,7 @@ def test_experts_are_dealt_out_and_gathered_again(toy: Any, make_batch: Any, tmp
     try:
         got = [pair.step(batch, 0) for batch in steps[:2]]
         assert got == [pytest.approx(each, rel=2e-5, abs=2e-5) for each in metrics]
+        pair.gather_policy()
         assert (flat(whole) - after).norm() < 2e-5 * after.norm()
         experts = sum(each.numel() for module in find_experts(whole) for each in module.parameters())
         held = sum(part.numel() for part in local_shards(list(pair.own.model.parameters())))

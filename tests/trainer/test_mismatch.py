@@ -205,6 +205,7 @@ def test_ranks_compare_late_tokens_with_the_parts_they_hold(
             metrics = trainer.step(batch, version, trainer.to_compare([], batch, version))
             assert metrics["logprob_gap/mean"] == pytest.approx(0.25, abs=EXACT)
             assert metrics["logprob_gap/tokens"] > 0
+        trainer.gather_policy()
         assert torch.allclose(flat(model), flat(alone.model), atol=1e-4)
         assert not torch.allclose(flat(model), flat(first), atol=1e-3)
     finally:

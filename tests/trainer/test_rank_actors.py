@@ -29,7 +29,7 @@ from rollmill.ray_session import join
 from rollmill.trackers.heartbeat import read_heartbeats
 from rollmill.trainer import DistributedTrainer
 from rollmill.trainer.distributed.rank_handle import RankLauncher
-from rollmill.trainer.distributed.ranks import join_group, leave_group, open_rendezvous_port
+from rollmill.trainer.distributed.ranks import WATCHDOG, FileRendezvous, join_group, leave_group, open_rendezvous_port
 from rollmill.trainer.distributed.ray_ranks import RayRankLauncher
 from rollmill.trainer.distributed.spec import TrainerSpec
 from rollmill.types import Experience
@@ -55,9 +55,27 @@ def test_ranks_meet_at_a_port_of_one_address_only() -> None:
     del store
 
 
+@pytest.mark.parametrize(("chosen", "handling"), [(None, "2"), ("3", "3")])
+def test_nccl_ends_what_waits_and_not_the_process_unless_the_user_wants_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None, handling: str
+) -> None:
+    monkeypatch.delenv(WATCHDOG, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(WATCHDOG, chosen)
+    seen: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **_: seen.append((backend, os.environ.get(WATCHDOG)))
+    )
+    join_group(FileRendezvous(tmp_path), 0, 1, torch.device("cuda"), 5)
+    assert seen == [("cpu:gloo,cuda:nccl", handling)]
+    assert os.environ.get(WATCHDOG) == chosen
+
+
 def test_gpus_are_a_ranks_own_where_each_reserves_some() -> None:
     assert RayRankLauncher([{"num_cpus": 0, "num_gpus": 1}]).own_gpus
     assert not RayRankLauncher([NOTHING]).own_gpus
+    assert not RayRankLauncher([{"num_gpus": 0.5}]).own_gpus
+    assert RayRankLauncher([{"num_gpus": 1}]).own_gpus
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,8 +123,11 @@ def learned(pair: DistributedTrainer, model: Any, steps: list[list[Experience]])
     pair.load_state_dict(state)
     for _ in pair.precompute(steps[2], 2):
         pass
+    pair.gather_policy()
     weights = flat(model).clone()
-    return metrics, weights, state, pair.step(steps[2], 2), flat(model)
+    last = pair.step(steps[2], 2)
+    pair.gather_policy()
+    return metrics, weights, state, last, flat(model)
 
 
 def ends(pid: int, limit_s: float = 60.0) -> bool:

@@ -36,6 +36,9 @@ from rollmill.trainer.distributed.rank_handle import ProcessRankHandle, ProcessR
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.distributed.spec import TrainerSpec
 from rollmill.types import Experience
+from rollmill.weights import buckets
+from rollmill.weights.buckets import fill_buckets, pack_block
+from rollmill.weights.layout import BlockLayout
 
 OPTIONS = options_of("ppo", kl=0.1, critic={"lr": 1e-3, "warmup_steps": 1})
 CPU = torch.device("cpu")
@@ -105,7 +108,9 @@ def alone(toy: Any, steps: Any) -> Alone:
 def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp_path: Path, sharding: str) -> None:
     whole = toy("qwen3")
     with ranked(whole, tmp_path, sharding=sharding) as pair:
-        assert_equal(([pair.step(batch, 0) for batch in steps[:2]], flat(whole)), alone.early)
+        metrics = [pair.step(batch, 0) for batch in steps[:2]]
+        pair.gather_policy()
+        assert_equal((metrics, flat(whole)), alone.early)
         held = sum(part.numel() for part in local_shards(list(pair.own.model.parameters())))
         assert held == pytest.approx(flat(whole).numel() * {"fsdp": 0.5, "tensor": 0.54}.get(sharding, 1), rel=0.02)
         assert isinstance(pair._launcher, ProcessRankLauncher)
@@ -126,7 +131,40 @@ def test_two_ranks_go_on_where_one_was(steps: Any, alone: Alone, tmp_path: Path,
     model = copy.deepcopy(alone.model)
     with ranked(model, tmp_path, sharding=sharding) as pair:
         pair.load_state_dict(copy.deepcopy(alone.state))
-        assert_equal(([pair.step(batch, 2) for batch in steps[2:]], flat(model)), alone.late)
+        metrics = [pair.step(batch, 2) for batch in steps[2:]]
+        pair.gather_policy()
+        assert_equal((metrics, flat(model)), alone.late)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["fsdp", pytest.param("tensor", marks=pytest.mark.thorough)])
+def test_shards_are_sent_as_whole_weights_are_and_leave_no_copy(
+    toy: Any, steps: Any, alone: Alone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: str
+) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 5000)
+    whole = toy("qwen3")
+    with ranked(whole, tmp_path, sharding=sharding) as pair:
+        before = {name: each.detach().clone() for name, each in whole.named_parameters()}
+        layout = BlockLayout.of(before, torch.bfloat16)
+        assert len(layout.buckets(5000)) > 3
+        blocks = [torch.zeros(layout.size, dtype=torch.uint8) for _ in range(2)]
+        sums = [pack_block(pair.sharded_weights() or {}, layout, blocks[0])]  # there are no ranks yet
+        pair.start(keeps_policy=False)
+        assert not any(each.untyped_storage().nbytes() for each in whole.parameters())
+        sums += [pack_block(before, layout, blocks[1]), pack_block(pair.sharded_weights() or {}, layout, blocks[0])]
+        assert len(set(sums)) == 1
+        assert torch.equal(*blocks)
+        weights = pair.sharded_weights()
+        assert isinstance(weights, buckets.ShardedWeights)
+        stopped = fill_buckets(weights, layout, lambda bucket: bucket.of(blocks[0]))
+        next(stopped)
+        stopped.close()  # the other rank sends what nobody takes
+        metrics = [pair.step(batch, 0) for batch in steps[:2]]
+        pair.gather_policy()
+        assert_equal((metrics, flat(whole)), alone.early)
+        assert pack_block(weights, layout, blocks[0]) == pack_block(dict(whole.named_parameters()), layout, blocks[1])
+        pair.step(steps[2], 2)
+        assert not any(each.untyped_storage().nbytes() for each in whole.parameters())
 
 
 @pytest.mark.slow
@@ -143,6 +181,7 @@ def test_passes_made_ahead_are_used_by_all_ranks(
                 next(passes, None)
             del passes
             found.append(pair.step(batch, 0))
+        pair.gather_policy()
         assert_equal((found, flat(model)), alone.early)
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.weights import layout as module
-from rollmill.weights.layout import CRC32, XXH3, BlockLayout, compute_checksum, pack_block
+from rollmill.weights.buckets import pack_block
+from rollmill.weights.layout import CRC32, XXH3, BlockLayout, compute_checksum
 
 SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=5)
 

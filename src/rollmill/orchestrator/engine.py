@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from rollmill.config.checks.engine import uses_engine
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import EngineUse, RolloutEngine
+from rollmill.engines.native.weights import EngineWeights
 from rollmill.engines.vllm.process import probe_python
 from rollmill.errors import ConfigError
 from rollmill.models.load import PolicyModel
@@ -59,20 +61,52 @@ def replays_routing(config: StageConfig, model: nn.Module) -> bool:
     return routing_shape(model) is not None
 
 
-def build_publisher(policy: PolicyModel, engine: RolloutEngine, precision: str) -> WeightPublisher:
+class WeightOwner(Protocol):
+    """A trainer, whose ranks may hold parts of the weights."""
+
+    def sharded_weights(self) -> Mapping[str, torch.Tensor] | None:
+        """The weights, where ranks hold parts of them, or will; None: the policy's model has them."""
+
+    def gather_policy(self) -> None:
+        """Brings the weights into the policy's model."""
+
+
+def uses_policy(engine: RolloutEngine) -> bool:
+    """True if an engine computes with the weights of the policy's model, or makes its own from them."""
+    return getattr(engine, "weights_path", None) is None and getattr(engine, "copied_weights", None) is None
+
+
+def build_publisher(
+    policy: PolicyModel, engine: RolloutEngine, precision: str, trainer: WeightOwner | None = None
+) -> WeightPublisher:
     """Build the publisher of the trainer's weights for an engine from `build_engine`.
 
     An engine in another process has `weights_path`, where it reads them, and `checksum`, by which it verifies them.
+
+    Args:
+        trainer: None: the policy's model always has the weights.
     """
     path: Path | None = getattr(engine, "weights_path", None)
-    if path is None:
-        return InPlacePublisher(engine)
 
-    def weights() -> dict[str, torch.Tensor]:
-        return merged_weights(policy.model)
+    def gather() -> None:
+        if trainer is None or (parts := trainer.sharded_weights()) is None:
+            return
+        copied: EngineWeights | None = getattr(engine, "copied_weights", None)
+        if copied is None:
+            trainer.gather_policy()
+        else:
+            copied.load(parts)
+
+    if path is None:
+        return InPlacePublisher(engine, gather=gather)
+
+    def weights() -> Mapping[str, torch.Tensor]:
+        return (None if trainer is None else trainer.sharded_weights()) or merged_weights(policy.model)
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    sender = SharedMemorySender(path, weights(), dtype=dtype, checksum=getattr(engine, "checksum", XXH3))
+    sender = SharedMemorySender(
+        path, weights(), dtype=dtype, checksum=getattr(engine, "checksum", XXH3), device=policy.device
+    )
     return TransferPublisher(sender, weights, engine)
 
 

@@ -23,7 +23,7 @@ REPLAYED = "replayed"  #: key of `info` of replayed completions
 STEPS, SECONDS = "environment/steps", "environment/step_seconds"
 PHASES = ("rollout", "inference", "reward", "train", "eval")
 """Phases of a step, in order."""
-_ENGINE = ("updates", "update_seconds", "sleeps", "destroyed", "restarts")
+_ENGINE = ("updates", "ipc_updates", "update_seconds", "sleeps", "destroyed", "restarts")
 """Counters of engines in other processes."""
 
 

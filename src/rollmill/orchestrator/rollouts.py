@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rollmill.config.checks.engine import uses_engine
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import DeadlineError
 from rollmill.models.load import PolicyModel
-from rollmill.orchestrator.engine import build_engine, build_publisher
+from rollmill.orchestrator.engine import WeightOwner, build_engine, build_publisher, uses_policy
 from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.orchestrator.scheduler import InterruptibleEngine
 from rollmill.plugins import call_hook
@@ -40,6 +41,11 @@ class RolloutBackend(Protocol):
     """Description of where rollouts are made; empty for this process."""
     trains_in_thread: bool
     """The event loop has to go on while the trainer works, since others send requests."""
+
+    @property
+    def uses_policy(self) -> bool:
+        """True if something here computes with the weights of the policy's model, or makes its own from them."""
+        ...
 
     @property
     def generating(self) -> InterruptibleEngine:
@@ -124,6 +130,7 @@ class LocalRollouts:
         precision: bf16 or fp32, the compute type of the engine and of models other than the policy.
         tasks: candidates for worked examples.
         engine, publisher: by default those that the stage names.
+        trainer: where its ranks hold parts of the weights, they are gathered for the engine.
         trained_on: whether completions are trained on.
     """
 
@@ -139,12 +146,15 @@ class LocalRollouts:
         tasks: Sequence[Task] = (),
         engine: RolloutEngine | None = None,
         publisher: WeightPublisher | None = None,
+        trainer: WeightOwner | None = None,
         trained_on: bool = True,
     ) -> None:
         self._config, self._policy, self._rewards, self._tasks = config, policy, rewards, tasks
         self.engine = engine or build_engine(policy, config, precision, trained_on=trained_on)
         self.generating = self.engine
-        self._publisher = publisher or build_publisher(policy, self.engine, precision)
+        self._trainer = trainer if uses_engine(config) else None
+        self._publisher = publisher or build_publisher(policy, self.engine, precision, self._trainer)
+        self.uses_policy = uses_engine(config) and uses_policy(self.engine)
         self.trains_in_thread = not config.workflow.uses_tasks  # applications send requests
         self._chat = ChatRenderer(policy.tokenizer, policy.eos_ids)
         rolls_out = rewards is not None and (config.algorithm.uses_rollouts or config.evaluation is not None)
@@ -215,6 +225,8 @@ class LocalRollouts:
         self._publisher.publish(version)
 
     def finish_step(self, step: int) -> None:
+        if self._trainer is not None and self._models.takes_copies(step):
+            self._trainer.gather_policy()
         self._models.finish_step(step)
 
     def explain(self, error: DeadlineError) -> DeadlineError:

@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +144,15 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     verified: AbstractContextManager[None] = nullcontext()  # by the caller, with the checkpoint's other files
     if stored is None and isinstance(model.path, Path):
         verified = verifying(model.path, model_files)
+    # where ranks hold parts of the weights, these leave host memory part by part
+    shards = not joined and any(stage.trainer.shards_weights for stage in loaded.stages)
+    where = torch.device("cpu") if shards else device
     with verified:
         try:
             policy = load_verified_policy(
-                model, texts=lambda: _texts(training), seed=config.seed, device=device, pictures=True, dtype=dtype
+                model, texts=lambda: _texts(training), seed=config.seed, device=where, pictures=True, dtype=dtype
             )
+            policy = replace(policy, device=device)
             if stored is not None and adapted:
                 load_adapter(policy.model, stored / ADAPTER_FOLDER)
         except ModelError as error:

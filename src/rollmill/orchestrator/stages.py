@@ -115,7 +115,7 @@ class Stage:
         if explorers is not None and rewards is not None:
             return explorers.rollouts(self)
         precision, tasks = self.context.precision, self.tasks.training.tasks
-        return LocalRollouts(self.config, self.policy, rewards, precision=precision, tasks=tasks)
+        return LocalRollouts(self.config, self.policy, rewards, precision=precision, tasks=tasks, trainer=self.trainer)
 
     @property
     def version(self) -> int:
@@ -147,7 +147,7 @@ class Stage:
 
     def begin(self, stores: dict[str, dict[str, Any]]) -> None:
         """Start from the first step; `stores` says where buffers were at the end of the stage before."""
-        self.trainer.start()
+        self.trainer.start(keeps_policy=self.backend.uses_policy)
         self.state.stores = stores
         self._rewind()
         if self.store.kind == SQL:
@@ -156,7 +156,7 @@ class Stage:
 
     def restore(self, state: StageState, trainer: dict[str, Any]) -> None:
         """Go on from a checkpoint; the model's weights are loaded already."""
-        self.trainer.start()
+        self.trainer.start(keeps_policy=self.backend.uses_policy)
         self.state = state
         self._rewind()
         if self.offline_data is not None and state.experts is not None:
@@ -256,6 +256,7 @@ class Stage:
     def load_for_export(self) -> None:
         """Bring the policy, and what is trained, to where they can be written."""
         self.trace.enter("train")
+        self.trainer.gather_policy()
 
     # -- beside the steps --------------------------------------------------------------------------------------
 

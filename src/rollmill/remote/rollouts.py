@@ -91,11 +91,13 @@ class RemoteRollouts:
     `publish`."""
 
     trains_in_thread = True
+    uses_policy = False
 
     def __init__(self, stage: Stage, fleet: ExplorerFleet) -> None:
         self.generating = self
         config, policy, context = stage.config, stage.policy, stage.context
         self._policy, self._fleet, self._pool = policy, fleet, fleet.pool
+        self._trainer = stage.trainer
         self.location = fleet.location
         self.version, self._tokens = -1, dict[tuple[str, int], int]()  # by explorer and its start
         self._last_part = -1
@@ -164,7 +166,7 @@ class RemoteRollouts:
 
     def publish(self, version: int) -> None:
         """Send the trainer's parameters, which are now those of `version`, to the explorers."""
-        self._sender.send(version, trainable_parameters(self._policy))
+        self._sender.send(version, self._trainer.sharded_weights() or trainable_parameters(self._policy))
         self.version = version
         self._pool.reset_restart_budget()
         if self._started is not None:

@@ -109,6 +109,8 @@ class StageWorker:
         self._setup, self._policy, device = setup, setup.policy, setup.policy.device
         stage = self._stage_of(setup.stage_json)
         self._reads_itself = engine_reads_weights(stage, setup.transport, self._policy)
+        if not self._reads_itself:
+            self._policy.model.to(device)  # from host memory, if the trainer's ranks hold parts of it
         place = Path(setup.weights_address) if self._reads_itself else None
         self._engine = build_engine(self._policy, stage, setup.precision, place)
         self._version = -1  # of the weights received; -1: none yet

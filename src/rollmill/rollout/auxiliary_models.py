@@ -85,6 +85,10 @@ class AuxiliaryModels:
             for engine in self._engines:
                 engine.weights_updated(0)
 
+    def takes_copies(self, step: int) -> bool:
+        """True if copies of the policy are due after a training step of the stage."""
+        return any(past.takes_copy(step) for past in self._past.values())
+
     def finish_step(self, step: int) -> None:
         """Take the copies of the policy that are due after a training step of the stage."""
         for past in self._past.values():
@@ -126,7 +130,7 @@ class AuxiliaryModels:
 
     def _frozen(self, policy: Model) -> Model:
         if self._initial is None:
-            self._initial = copy.deepcopy(policy.model).requires_grad_(False)
+            self._initial = copy.deepcopy(policy.model).requires_grad_(False).to(policy.device)
         return replace(policy, model=self._initial)
 
     def _endpoint(self, name: str, section: AuxiliaryModelConfig) -> EndpointModel:

@@ -58,9 +58,13 @@ class PastPolicies:
         """Steps of the stage after which the kept copies were taken, oldest first; 0 is the start of the stage."""
         return list(self._copies)
 
+    def takes_copy(self, step: int) -> bool:
+        """True if a copy is due after a training step of the stage."""
+        return step % self._section.every == 0
+
     def finish_step(self, step: int) -> None:
         """Take a copy after a training step of the stage if one is due; it replaces the oldest of `keep`."""
-        if step % self._section.every == 0:
+        if self.takes_copy(step):
             oldest = self._copies.pop(self.steps[0]) if len(self._copies) == self._section.keep else self._new_copy()
             self._copies[step] = oldest.load(self._policy.model.state_dict(), step)
 
@@ -100,7 +104,7 @@ class PastPolicies:
             await each.engine.close()
 
     def _new_copy(self) -> _Copy:
-        model = copy.deepcopy(self._policy.model).requires_grad_(False)
+        model = copy.deepcopy(self._policy.model).requires_grad_(False).to(self._policy.device)
         model.zero_grad(set_to_none=True)  # gradients are copied with their parameters
         return _Copy(model, self._build_engine(model))
 

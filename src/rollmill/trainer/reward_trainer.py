@@ -97,8 +97,14 @@ class RewardTrainer:
         self._norms: NormReplacements = find_norms(self.model) if self.device.type == "cpu" else []
         set_gradient_checkpointing(self.model.network, config.gradient_checkpointing)
 
-    def start(self) -> None:
+    def start(self, *, keeps_policy: bool = True) -> None:
         """No-op: there are no other processes."""
+
+    def sharded_weights(self) -> None:
+        """None: reward models are not sharded."""
+
+    def gather_policy(self) -> None:
+        """No-op: the policy is not trained."""
 
     def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """No-op: pairs need no passes before they are learned from."""

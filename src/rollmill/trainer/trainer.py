@@ -84,14 +84,15 @@ class Trainer:
         kept_versions: int = 0,
     ) -> None:
         self.device = torch.device(device)
-        model = model.to(self.device)
+        self._ranks = ranks or RankGroup.current()
+        if not self._ranks.shards_weights:
+            model = model.to(self.device)
         self.model = to_master_weights(model) if config.param_dtype == "fp32" else model
         self.recipe, self.config, self.total_steps = recipe, config, total_steps
         precision = config.precision
         if precision == "auto":
             precision = choose_precision(model, device, StepSize.of_training(config.micro_batch_tokens))
         self.steps = 0
-        self._ranks = ranks or RankGroup.current()
         routing = routing_shape(self.model) if config.router_replay else None
         self._passes = ForwardPasses(recipe, config, precision, self.device, self._ranks, routing)
         self._generator = torch.Generator().manual_seed(seed)
@@ -107,7 +108,7 @@ class Trainer:
             self._critic = Critic(self.model, recipe.critic, self._passes, total_steps)
         self.coefficients = LossCoefficients(recipe)
         self._norms: NormReplacements = find_norms(*self._models()) if self.device.type == "cpu" else []
-        _shard_models(self._models(), self.model, self._ranks)
+        _shard_models(self._models(), self.model, self._ranks, self.device)
         self._optimizer = build_optimizer(self.model, config)
         self._inference = Precomputer(
             self.model, self._passes, reference=self._reference, critic=self._critic, ready=self._ready
@@ -130,8 +131,14 @@ class Trainer:
         compares = self._reference is not None or self._critic is not None
         return compares or recipe.kl_in_reward or recipe.uses_probabilities or recipe.proximal == "recompute"
 
-    def start(self) -> None:
+    def start(self, *, keeps_policy: bool = True) -> None:
         """No-op: there are no other processes."""
+
+    def sharded_weights(self) -> None:
+        """None: the policy's model has the weights."""
+
+    def gather_policy(self) -> None:
+        """No-op: the policy's model has the weights."""
 
     def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """Runs the forward passes of `step` that need no rewards, one per iteration; `step` on the same batch reuses
@@ -322,15 +329,16 @@ class _Totals:
         return {name: value / max(updates, 1) for name, value in self._sums.items()}
 
 
-def _shard_models(models: Sequence[Any], policy: nn.Module, ranks: RankGroup) -> None:
+def _shard_models(models: Sequence[Any], policy: nn.Module, ranks: RankGroup, device: torch.device) -> None:
     """Distributes the weights of policy, reference and critic over the ranks, where these are sharded."""
     if ranks.sharding == "fsdp":
         for model in models:
-            apply_fsdp(model)
+            apply_fsdp(model, device)
     elif ranks.sharding == "expert":
         for model in models:
-            distribute_experts(model)
+            distribute_experts(model, device)
     elif ranks.sharding == "tensor":
         styles = tensor_parallel_plan(policy, ranks.size)
         for model in models:
-            parallelize_network(model.network if isinstance(model, ValueModel) else model.base_model, styles)
+            network = model.network if isinstance(model, ValueModel) else model.base_model
+            parallelize_network(model, network, styles, device)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from rollmill.errors import DeadlineError, WeightSyncError
 from rollmill.weights.broadcast_group import BroadcastGroup, gpu_uuid
-from rollmill.weights.layout import BlockLayout, compute_checksum, pack_block
+from rollmill.weights.buckets import load_tensors, pack_block
+from rollmill.weights.layout import BlockLayout, compute_checksum
 from rollmill.weights.rendezvous import (
     Rendezvous,
     TransferAssignment,
@@ -255,9 +256,7 @@ class BroadcastReceiver:
         version, self._fetched = self._fetched, None
         assert version is not None
         self._layout.require(into, "the engine's model")
-        with torch.no_grad():
-            for name, view in self._layout.tensors(self._block).items():
-                into[name].detach().copy_(view)
+        load_tensors(self._layout, self._block, into)
         return version
 
     def close(self) -> None:

@@ -59,11 +59,37 @@ class BroadcastGroup:
         group = self._group  # keeps it alive during this call, even if `close` is called meanwhile
         if group is None:
             raise RuntimeError("the group was left")
+        if self._device is not None:
+            self._broadcast_from_gpu(group, options, block, self._device)
+            return
         for part in block.split(BUCKET_BYTES):
-            moved = part if self._device is None else part.to(self._device)
-            self._finish(group.broadcast([moved], options))
-            if self._rank > 0 and moved is not part:
-                part.copy_(moved)
+            self._finish(group.broadcast([part], options))
+
+    def _broadcast_from_gpu(self, group: Any, options: BroadcastOptions, block: Tensor, device: torch.device) -> None:
+        """Sends buckets between GPUs, two at a time; they come from host memory, or go there, through pinned memory."""
+        size = min(BUCKET_BYTES, len(block))
+        there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        here = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        sent: list[tuple[Any, Tensor] | None] = [None, None]
+
+        def finish(slot: int) -> None:
+            if (earlier := sent[slot]) is None:
+                return
+            work, part = earlier
+            self._finish(work)
+            if self._rank > 0:
+                part.copy_(here[slot][: len(part)].copy_(there[slot][: len(part)]))
+
+        parts = block.split(BUCKET_BYTES)
+        for number, part in enumerate(parts):
+            slot = number % 2
+            finish(slot)
+            bucket = there[slot][: len(part)]
+            if self._rank == 0:
+                bucket.copy_(here[slot][: len(part)].copy_(part), non_blocking=True)
+            sent[slot] = group.broadcast([bucket], options), part
+        for number in (len(parts), len(parts) + 1):
+            finish(number % 2)
 
     def close(self) -> None:
         """Leaves the group: pending operations of the others fail at once. Idempotent and thread-safe."""
@@ -106,8 +132,10 @@ def _nccl(store: Store, rank: int, size: int, host: str, deadline: timedelta) ->
 
     before = os.environ.get(_WATCHDOG)
     os.environ[_WATCHDOG] = "0"
+    options = ProcessGroupNCCL.Options()
+    options._timeout = deadline
     try:
-        return ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())
+        return ProcessGroupNCCL(store, rank, size, options)
     finally:
         del os.environ[_WATCHDOG]
         if before is not None:

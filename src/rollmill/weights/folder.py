@@ -23,7 +23,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rollmill.errors import DeadlineError, WeightSyncError
-from rollmill.weights.layout import BlockLayout, compute_checksum, pack_block
+from rollmill.weights.buckets import load_tensors, pack_block
+from rollmill.weights.layout import BlockLayout, compute_checksum
 
 _MAX_DELTA_SHARE = 0.5
 """A tensor is sent whole if its delta would take more than this share of its bytes."""
@@ -202,9 +203,7 @@ class FolderReceiver:
         assert self._layout is not None
         assert newest is not None
         self._layout.require(into, "the engine's model")
-        with torch.no_grad():
-            for name, view in self._layout.tensors(self._block).items():
-                into[name].detach().copy_(view)
+        load_tensors(self._layout, self._block, into)
         return newest
 
     def close(self) -> None:

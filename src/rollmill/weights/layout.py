@@ -1,6 +1,6 @@
-"""Packs a set of tensors into one block of bytes: layout, copying and checksums.
+"""Layout of a set of tensors in one block of bytes, and checksums of such blocks.
 
-Two threads copy and hash the block in chunks.
+Two threads copy and hash a block in chunks.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -72,6 +72,23 @@ class BlockLayout:
             for name, place in self.places.items()
         }
 
+    @property
+    def float_type(self) -> torch.dtype | None:
+        """The type of all floating-point tensors; None if they have several."""
+        kinds = {place.type for place in self.places.values() if place.type.is_floating_point}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def buckets(self, limit: int) -> list[Bucket]:
+        """Splits the tensors, in order, into buckets of at most `limit` bytes; a larger tensor has one of its own."""
+        groups: list[dict[str, TensorSlot]] = []
+        start = 0
+        for name, place in self.places.items():
+            if not groups or place.start + place.bytes - start > limit:
+                groups.append({})
+                start = place.start
+            groups[-1][name] = replace(place, start=place.start - start)
+        return [Bucket(self.places[next(iter(group))].start, BlockLayout(group)) for group in groups]
+
     def require(self, tensors: Mapping[str, Tensor], whose: str) -> None:
         """Checks that `tensors` have these names and shapes; types may differ.
 
@@ -97,6 +114,17 @@ class BlockLayout:
         """Parses the output of `to_json`."""
         rows = json.loads(text).items()
         return cls({name: TensorSlot(dtype, tuple(shape), start) for name, (dtype, shape, start) in rows})
+
+
+class Bucket(NamedTuple):
+    """Tensors that follow each other in a block."""
+
+    start: int  #: offset of the first one in the block
+    layout: BlockLayout  #: of the bucket alone
+
+    def of(self, block: Tensor) -> Tensor:
+        """Returns the bucket's bytes in the whole block."""
+        return block[self.start : self.start + self.layout.size]
 
 
 def align_size(size: int) -> int:
@@ -139,41 +167,27 @@ CopyChunk = tuple[Tensor, Tensor | None]
 """(bytes of the block, bytes to copy there or None): uint8 [N] each."""
 
 
-@torch.no_grad()
-def pack_block(tensors: Mapping[str, Tensor], layout: BlockLayout, block: Tensor, checksum: str = XXH3) -> int:
-    """Copies tensors into a block in host memory, with the layout's types; returns the block's checksum.
-
-    Gaps between tensors are not changed and not part of the checksum.
-    """
-    parts: list[CopyChunk] = []
-    for name, view in layout.tensors(block).items():
-        source = tensors[name].detach()
-        plain = source.dtype == view.dtype and source.device.type == "cpu" and source.is_contiguous()
-        if not plain:
-            view.copy_(source)
-        parts += _split_chunks(_byte_view(view), _byte_view(source) if plain else None)
-    return _checksum_chunks(parts, checksum)
-
-
 def compute_checksum(layout: BlockLayout, block: Tensor, checksum: str = XXH3) -> int:
-    """Returns the checksum of a block, as `pack_block` computes it."""
+    """Returns the checksum of a block, of which gaps between tensors are no part."""
     places = layout.places.values()
-    return _checksum_chunks(
-        [p for each in places for p in _split_chunks(block[each.start : each.start + each.bytes], None)], checksum
-    )
+    parts = [p for each in places for p in split_chunks(block[each.start : each.start + each.bytes], None)]
+    return combine_checksums(hash_chunks(parts, checksum), checksum)
 
 
-def _checksum_chunks(parts: list[CopyChunk], kind: str) -> int:
-    """Checksum of the parts' checksums, independent of the assignment to threads."""
-    one = partial(_hash_and_copy, get_hasher(kind))
-    if THREADS == 1 or len(parts) < 2:
-        sums = list(map(one, parts))
-    else:
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="rollmill-weights") as threads:
-            sums = list(threads.map(one, parts))
+def combine_checksums(sums: Sequence[int], kind: str) -> int:
+    """Returns the checksum of a block from those of all its chunks, in order."""
     whole = get_hasher(kind)()
     whole.update(struct.pack(f"<{len(sums)}Q", *sums))
     return whole.intdigest()
+
+
+def hash_chunks(parts: Sequence[CopyChunk], kind: str) -> list[int]:
+    """Returns the checksums of chunks, and copies those that have a source."""
+    one = partial(_hash_and_copy, get_hasher(kind))
+    if THREADS == 1 or len(parts) < 2:
+        return list(map(one, parts))
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="rollmill-weights") as threads:
+        return list(threads.map(one, parts))
 
 
 def _hash_and_copy(new: Callable[[], Hasher], part: CopyChunk) -> int:
@@ -198,12 +212,8 @@ def get_hasher(kind: str) -> Callable[[], Hasher]:
     return xxhash.xxh3_64
 
 
-def _split_chunks(target: Tensor, source: Tensor | None) -> Iterator[CopyChunk]:
+def split_chunks(target: Tensor, source: Tensor | None) -> Iterator[CopyChunk]:
+    """Splits the bytes of a tensor, and those to copy there, into units of work."""
     for start in range(0, len(target), CHUNK_BYTES):
         part = slice(start, start + CHUNK_BYTES)
         yield target[part], None if source is None else source[part]
-
-
-def _byte_view(tensor: Tensor) -> Tensor:
-    """Views a contiguous tensor as bytes."""
-    return tensor.view(-1).view(torch.uint8)

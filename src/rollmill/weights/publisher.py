@@ -14,6 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from rollmill.engines.base import RolloutEngine
+    from rollmill.weights.shared_memory import SharedMemorySender
 
 
 class WeightPublisher(Protocol):
@@ -30,7 +31,7 @@ class WeightSender(Protocol):
     """The trainer's side of a transport."""
 
     def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Makes `weights` available as `version`, atomically.
+        """Makes `weights` available as `version`, atomically; they may be ShardedWeights.
 
         Raises:
             WeightSyncError: they do not match the announced layout, or cannot be written.
@@ -78,27 +79,36 @@ class TransferPublisher:
     """
 
     def __init__(
-        self, sender: WeightSender, weights: Callable[[], Mapping[str, Tensor]], *engines: RolloutEngine
+        self, sender: SharedMemorySender, weights: Callable[[], Mapping[str, Tensor]], engine: RolloutEngine
     ) -> None:
-        self._sender, self._weights, self._engines = sender, weights, engines
+        self._sender, self._weights, self._engine = sender, weights, engine
 
     def publish(self, version: int) -> None:
         """Sends the trainer's parameters as `version`. Raises WeightSyncError or DeadlineError; see WeightSender."""
-        self._sender.send(version, self._weights())
-        for engine in self._engines:
-            engine.weights_updated(version)
+        weights = self._weights()
+        runs = getattr(self._engine, "pid", None) is not None  # else it loads the version when it starts
+        if told := runs and self._sender.open_ipc(weights):
+            self._engine.weights_updated(version)
+        self._sender.send(version, weights, readers_told=told)
+        if not told:
+            self._engine.weights_updated(version)
 
     def close(self) -> None:
         self._sender.close()
 
 
 class InPlacePublisher:
-    """Notifies engines that share the trainer's parameters; nothing is copied."""
+    """Notifies engines that share the trainer's parameters; nothing is copied.
 
-    def __init__(self, *engines: RolloutEngine) -> None:
-        self._engines = engines
+    Args:
+        gather: brings what engines share up to date before, where several ranks hold parts of the parameters.
+    """
+
+    def __init__(self, *engines: RolloutEngine, gather: Callable[[], None] = lambda: None) -> None:
+        self._engines, self._gather = engines, gather
 
     def publish(self, version: int) -> None:
+        self._gather()
         for engine in self._engines:
             engine.weights_updated(version)
 

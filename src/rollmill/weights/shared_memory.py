@@ -26,7 +26,10 @@ import torch
 from torch import Tensor
 
 from rollmill.errors import DeadlineError, WeightSyncError
-from rollmill.weights.layout import XXH3, BlockLayout, compute_checksum, pack_block
+from rollmill.weights import buckets
+from rollmill.weights.buckets import load_tensors, pack_block
+from rollmill.weights.cuda_ipc import IPCSender
+from rollmill.weights.layout import XXH3, BlockLayout, compute_checksum
 
 _MAGIC = b"rollmill weights"
 _HEADER = struct.Struct("<16sQqQ")
@@ -53,6 +56,7 @@ class SharedMemorySender:
         checksum: xxh3, or crc32 if the receiver's Python has no xxhash.
         deadline_s: how long a receiver may hold a version that is to be overwritten; then it keeps the memory, and
             the version is written to a new file, so that one that is stopped holds up nobody.
+        device: of the trainer; if it is a GPU, versions are offered by CUDA IPC, too.
     """
 
     def __init__(
@@ -63,11 +67,13 @@ class SharedMemorySender:
         dtype: torch.dtype | None = None,
         checksum: str = XXH3,
         deadline_s: float = 10.0,
+        device: torch.device | None = None,
     ) -> None:
         self.layout = BlockLayout.of(weights, dtype)
         self._deadline_s, self._checksum, self._next = deadline_s, checksum, 0
         remove_stale_files(shared_memory_folder())
         self._slots: list[_Slot] = []
+        self._ipc: IPCSender | None = None
         self._owner = _Owner(path)
         try:
             for file in slot_files(path):
@@ -75,19 +81,37 @@ class SharedMemorySender:
         except WeightSyncError:
             self.close()
             raise
+        if device is not None and device.type == "cuda":
+            self._ipc = IPCSender(path, device)
 
-    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Waits for a receiver that reads what is to be overwritten, for `deadline_s` at most."""
+    def send(self, version: int, weights: Mapping[str, Tensor], *, readers_told: bool = False) -> None:
+        """Waits for a receiver that reads what is to be overwritten, for `deadline_s` at most.
+
+        Args:
+            readers_told: an engine was told to load this version now, so that it can take it by CUDA IPC.
+        """
         self.layout.require(weights, "the trainer's model")
         slot = self._slots[self._next]
         if not slot.lock(fcntl.LOCK_EX, self._deadline_s):
             slot = self._replace(slot)
         try:
             slot.write_version(_EMPTY, 0)
-            slot.write_version(version, pack_block(weights, self.layout, slot.block, slot.checksum))
+            ipc = self._ipc if readers_told else None
+            if ipc is not None:
+                ipc.begin(version, self.layout, buckets.BUCKET_BYTES)
+            slot.write_version(version, pack_block(weights, self.layout, slot.block, slot.checksum, ipc))
         finally:
             slot.unlock()
+        if ipc is not None:
+            ipc.end()
         self._next = 1 - self._next
+
+    def open_ipc(self, weights: Mapping[str, Tensor]) -> bool:
+        """Listens for an engine that is told of a version before it is sent; False: it cannot take it by CUDA IPC."""
+        if self._ipc is None or next(iter(weights.values())).device.type != "cuda":
+            return False
+        self._ipc.open()
+        return True
 
     def restore(self) -> None:
         """No-op: the memory stays mapped."""
@@ -114,6 +138,8 @@ class SharedMemorySender:
             slot.close()
             slot.path.unlink(missing_ok=True)
         self._owner.close()
+        if self._ipc is not None:
+            self._ipc.close()
 
 
 class SharedMemoryReceiver:
@@ -143,11 +169,17 @@ class SharedMemoryReceiver:
             WeightSyncError: the weights are damaged.
             DeadlineError: none arrived in time.
         """
+        version, layout, block = self.hold_block()
+        return version, layout.tensors(block)
+
+    def hold_block(self, at_least: int = 0) -> tuple[int, BlockLayout, Tensor]:
+        """As `hold`, with the block that the tensors are in; waits for a version of at least this number."""
         ends = time.monotonic() + self._deadline_s
         while True:
             found = self._take_newest()
-            if found is not None:
-                return found, self._views()
+            if found is not None and found >= at_least:
+                assert self._held is not None
+                return found, self._held.layout, self._held.block
             if time.monotonic() > ends:
                 raise self._late()
             time.sleep(_POLL_S)
@@ -157,12 +189,9 @@ class SharedMemoryReceiver:
         self.hold()
 
     def receive(self, into: Mapping[str, Tensor]) -> int:
-        version, views = self.hold()
-        assert self._held is not None
-        self._held.layout.require(into, "the engine's model")
-        with torch.no_grad():
-            for name, view in views.items():
-                into[name].detach().copy_(view)
+        version, layout, block = self.hold_block()
+        layout.require(into, "the engine's model")
+        load_tensors(layout, block, into)
         self.release()
         return version
 
@@ -206,10 +235,6 @@ class SharedMemoryReceiver:
         self.release()
         self._held = slot
         return version
-
-    def _views(self) -> dict[str, Tensor]:
-        assert self._held is not None
-        return self._held.layout.tensors(self._held.block)
 
     def _open(self) -> bool:
         """Maps the files, again if a sender has created new ones."""

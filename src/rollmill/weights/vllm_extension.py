@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rollmill.errors import WeightSyncError
+from rollmill.weights.buckets import block_tensors
+from rollmill.weights.cuda_ipc import IPCReader, IPCUnavailableError, ipc_socket
 from rollmill.weights.shared_memory import SharedMemoryReceiver
 
 
@@ -15,33 +19,52 @@ class SharedWeightsExtension:
     """Mixin of vLLM's worker class (`worker_extension_cls`)."""
 
     model_runner: Any
+    parallel_config: Any
     _receiver: SharedMemoryReceiver | None = None
 
-    def load_shared_weights(self, path: str, names: dict[str, str]) -> int:
-        """Loads the newest version in shared memory into the model; returns its number.
+    def load_shared_weights(self, path: str, names: dict[str, str], announced: int | None = None) -> tuple[int, str]:
+        """Loads the newest version into the model: by CUDA IPC while it is sent, else from shared memory.
 
         Args:
             names: of weights in a checkpoint, where those in memory differ.
+            announced: the version that is being sent, or was; None: any.
+
+        Returns:
+            Its number, and how it came: "ipc", "" (from shared memory), or why not by IPC.
 
         Raises:
             WeightSyncError: the weights are damaged.
             DeadlineError: there are none.
         """
+        device, why = self.model_runner.device, ""
+        if announced is not None and device.type == "cuda" and ipc_socket(Path(path)).exists():
+            try:
+                reader = IPCReader(Path(path), device, self.parallel_config.world_size)
+                if reader.version >= announced:
+                    self._load(reader.tensors(), names)
+                    return reader.version, "ipc"
+                why = f"version {reader.version} is sent"
+            except IPCUnavailableError as error:
+                why = str(error)
         if self._receiver is None:
             self._receiver = SharedMemoryReceiver(Path(path))
-        version, weights = self._receiver.hold()
+        version, layout, block = self._receiver.hold_block(announced or 0)
+        try:
+            self._load(block_tensors(layout, block, device), names)
+        finally:
+            del block
+            self._receiver.release()
+        return version, why
+
+    def _load(self, weights: Iterator[tuple[str, Tensor]], names: dict[str, str]) -> None:
         try:
             with torch.no_grad():
                 self.model_runner.reload_weights(
-                    weights_iterator=((names.get(name, name), weight) for name, weight in weights.items())
+                    weights_iterator=((names.get(name, name), weight) for name, weight in weights)
                 )
                 _repack_tied(self.model_runner.model)
         except (KeyError, ValueError, RuntimeError, AttributeError) as error:
             raise WeightSyncError(f"vLLM cannot load the policy's weights: {type(error).__name__}: {error}") from error
-        finally:
-            del weights
-            self._receiver.release()
-        return version
 
 
 def _repack_tied(model: torch.nn.Module) -> None:

@@ -24,6 +24,7 @@ _NAME = "NVIDIA H200 (simulated)"
 _SEED = 0x7FFFFFFFFFFFFFFF
 _device = torch.ops.simulated_cuda
 _device.set_count(DEVICES)
+_device.set_total(TOTAL)
 
 
 def _index(device: Any = None) -> int:
@@ -239,5 +240,20 @@ def _new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any
     return _new(cls, *args, **kwargs, **({} if device is None else {"device": device}))
 
 
+def _share_storage(self: torch.UntypedStorage, *_: Any) -> tuple[Any, ...]:
+    """A handle that other processes can open by `_open_storage`."""
+    view = torch.empty(0, dtype=torch.uint8, device=self.device)
+    view.set_(self, 0, (self.nbytes(),), (1,))
+    handle = f"/proc/{os.getpid()}/fd/{_device.share(view)}".encode()
+    return self.device.index, handle, self.nbytes(), 0, b"", 0, b"", False
+
+
+def _open_storage(cls: Any, device: int, handle: bytes, size: int, *_: Any) -> torch.UntypedStorage:
+    return _device.open_shared(handle.decode(), size, device).untyped_storage()  # type: ignore[no-any-return]
+
+
+torch.UntypedStorage._share_cuda_ = _share_storage  # type: ignore[method-assign]
+torch.UntypedStorage._new_shared_cuda = classmethod(_open_storage)  # type: ignore[assignment]
+torch.UntypedStorage._release_ipc_counter = classmethod(lambda *_, **__: None)  # type: ignore[assignment]
 torch.UntypedStorage.resize_ = _resize_storage  # type: ignore[method-assign, assignment]
 torch.UntypedStorage.__new__ = staticmethod(_new_storage)  # type: ignore[assignment]

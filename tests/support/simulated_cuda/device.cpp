@@ -19,6 +19,10 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <map>
@@ -31,6 +35,7 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 
 constexpr int kDevices = 8;
+constexpr size_t kPage = 4096;
 thread_local c10::DeviceIndex current = 0;
 int count = 1;
 int visible() {
@@ -42,11 +47,14 @@ c10::Device normal(c10::Device d) { return d.index() < 0 ? c10::Device(d.type(),
 std::mutex lock;
 std::map<void*, std::pair<int64_t, int>> sizes;
 std::set<void*> pinned;
-int64_t used[kDevices], peaks[kDevices];
+int64_t used[kDevices], peaks[kDevices], total = 0;
+
+std::map<void*, int> shared;  // files of memory that other processes may map (CUDA IPC)
 
 void release(void* p) {
   if (!p) return;
   std::lock_guard<std::mutex> g(lock);
+  if (auto file = shared.find(p); file != shared.end()) { close(file->second); shared.erase(file); }
   auto it = sizes.find(p);
   if (it != sizes.end()) { used[it->second.second] -= it->second.first; sizes.erase(it); }
   std::free(p);
@@ -55,7 +63,10 @@ void release(void* p) {
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     void* p = nullptr;
-    if (n && posix_memalign(&p, 512, n)) TORCH_CHECK(false, "CUDA out of memory (simulated)");
+    TORCH_CHECK_WITH(OutOfMemoryError, !total || used[current] + int64_t(n) <= total, "CUDA out of memory. Tried to allocate ", n,
+                     " bytes of GPU ", int(current), ", of which ", used[current], " bytes of ", total, " are in use (simulated)");
+    const bool pages = n >= kPage;  // of its own, so that `share` can put a file there
+    if (n && posix_memalign(&p, pages ? kPage : 512, pages ? (n + kPage - 1) / kPage * kPage : n)) TORCH_CHECK(false, "CUDA out of memory (simulated)");
     if (p) {
       // fresh device memory holds anything; NaNs show what was never written
       std::memset(p, 0xff, n);
@@ -71,6 +82,27 @@ struct DeviceAllocator final : c10::Allocator {
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
 };
 DeviceAllocator allocator;
+
+int64_t share(const Tensor& t) {  // the file of the tensor's memory, which takes its place
+  void* p = t.storage().mutable_data();
+  const size_t n = (t.storage().nbytes() + kPage - 1) / kPage * kPage;
+  std::lock_guard<std::mutex> g(lock);
+  if (auto file = shared.find(p); file != shared.end()) return file->second;
+  TORCH_CHECK(t.storage().nbytes() >= kPage, "simulated CUDA: too small to be shared");
+  int file = memfd_create("cuda", MFD_CLOEXEC);
+  TORCH_CHECK(file >= 0 && write(file, p, n) == ssize_t(n), "simulated CUDA: no memory to share");
+  TORCH_CHECK(mmap(p, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == p, "simulated CUDA: cannot share");
+  return shared[p] = file;
+}
+Tensor open_shared(const std::string& path, int64_t size, int64_t device) {  // maps what another process shares
+  int file = ::open(path.c_str(), O_RDWR);
+  TORCH_CHECK(file >= 0, "CUDA error: invalid resource handle (simulated)");
+  void* p = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  TORCH_CHECK(p != MAP_FAILED, "CUDA error: mapping of buffer object failed (simulated)");
+  auto unmap = [p, size](void*) { munmap(p, size); };
+  return at::from_blob(p, {size}, unmap, at::TensorOptions().dtype(at::kByte).device(c10::kCUDA, device), c10::Device(c10::kCUDA, device));
+}
 
 void unpin(void* p) {
   std::lock_guard<std::mutex> g(lock);
@@ -349,6 +381,9 @@ TORCH_LIBRARY(simulated_cuda, m) {
   m.def("allocated(int i) -> int", [](int64_t i) { return sim::used[i]; });
   m.def("peak(int i) -> int", [](int64_t i) { return sim::peaks[i]; });
   m.def("reset_peak(int i) -> ()", [](int64_t i) { sim::peaks[i] = sim::used[i]; });
+  m.def("share(Tensor t) -> int", &sim::share);
+  m.def("open_shared(str path, int size, int device) -> Tensor", &sim::open_shared);
+  m.def("set_total(int n) -> ()", [](int64_t n) { sim::total = n; });
   m.def("current() -> int", [] { return int64_t(sim::current); });
   m.def("set_current(int i) -> ()", [](int64_t i) { sim::current = i; });
   m.def("set_count(int n) -> ()", [](int64_t n) { sim::count = int(n); });

@@ -6,6 +6,7 @@ import importlib.util
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo
 
@@ -37,5 +38,24 @@ def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
     return _init_process_group(backend.replace("nccl", _NAME) if isinstance(backend, str) else backend, *args, **kwargs)
 
 
+class ProcessGroupNCCL:
+    """In the place of torch's class, for groups apart from the default one."""
+
+    class Options:
+        _timeout = timedelta(minutes=10)
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        self._group = _create(store, rank, size, options._timeout)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        return self._group.broadcast(tensors, options)
+
+    def abort(self) -> None:
+        self._group = None  # closes its connections
+
+
+dist.is_nccl_available = lambda: True
+_module: Any = torch._C._distributed_c10d
+_module.ProcessGroupNCCL = ProcessGroupNCCL
 dist.Backend.register_backend(_NAME, _create, devices=["cuda"])
 dist.init_process_group = dist.distributed_c10d.init_process_group = init_process_group

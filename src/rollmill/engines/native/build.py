@@ -18,7 +18,9 @@ def build_native(
     precision: str,
     use: EngineUse = EngineUse(),
 ) -> NativeEngine:
-    """Build the native engine, with the policy's own parameters; it computes in `precision` (bf16 or fp32)."""
+    """Build the native engine, with the policy's own parameters if it can decode with them; it computes in `precision`
+    (bf16 or fp32).
+    """
     return NativeEngine(
         policy.model,
         policy.tokenizer,
@@ -31,4 +33,5 @@ def build_native(
         record_routing=use.record_routing,
         prefix_cache_bytes=int(section.prefix_cache_gb * 2**30),
         int8=section.weights == "int8",
+        device=policy.device,
     )

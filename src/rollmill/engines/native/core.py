@@ -70,10 +70,11 @@ class EngineCore:
         record_routing: bool,
         prefix_cache_bytes: int,
         int8: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.version = 0
         self.tokens_generated = 0
-        self.weights = EngineWeights(model, dtype, int8=int8)  #: the weights that it decodes with
+        self.weights = EngineWeights(model, dtype, int8=int8, device=device)  #: the weights that it decodes with
         self._max_sequences = max_sequences
         self._prefill_tokens = prefill_tokens
         self._keep = keep

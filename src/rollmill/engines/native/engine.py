@@ -14,6 +14,7 @@ from torch import nn
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native.core import EngineCore
 from rollmill.engines.native.sequence import SequenceGroup, build_sequence_group
+from rollmill.engines.native.weights import EngineWeights
 from rollmill.errors import EngineError
 from rollmill.progress import Progress, count_progress
 from rollmill.types import Completion
@@ -37,6 +38,7 @@ class NativeEngine:
         prefix_cache_bytes: memory for finished turns, which the next turn of a conversation starts from.
         record_routing: record the experts of every token, for Completion.routing; the model must have routers.
         int8: linear layers multiply in 8 bits.
+        device: where it computes; None: where the model is.
     """
 
     applies_processors = True
@@ -55,6 +57,7 @@ class NativeEngine:
         record_routing: bool = False,
         prefix_cache_bytes: int = 1 << 30,
         int8: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
@@ -70,11 +73,17 @@ class NativeEngine:
             record_routing=record_routing,
             prefix_cache_bytes=prefix_cache_bytes,
             int8=int8,
+            device=device,
         )
         self._paused = False
         self._failure: BaseException | None = None
         self._driver: asyncio.Task[None] | None = None
         self._step_seconds = 0.0  # of the last step
+
+    @property
+    def copied_weights(self) -> EngineWeights | None:
+        """Its weights, if they are a copy of all trained parameters, which can be filled from elsewhere."""
+        return None if self.core.weights.needs_trained else self.core.weights
 
     @property
     def version(self) -> int:

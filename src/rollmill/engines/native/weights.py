@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rollmill.models.cpu.int8 import Int8Linear, int8_linears, require_int8_products
 from rollmill.models.lora import adapted_layers, copy_without_adapters, merged_weight, merges_adapters
 from rollmill.models.recurrent import recurrent_layers
+from rollmill.weights.buckets import copy_whole
 
 
 class EngineWeights:
@@ -23,26 +24,41 @@ class EngineWeights:
 
     With `int8` the copy's linear layers multiply in 8 bits, and are rounded again after each update.
 
+    Where several ranks hold parts of the trained weights, `load` fills the copy from those, and the trainer's model,
+    which is in host memory, is not read.
+
+    Args:
+        device: where the engine computes; None: where the trainer's model is.
+
     Raises:
         ModelError: `int8` without exact products in 8 bits on this device, or without a layer for it.
     """
 
-    def __init__(self, trained: nn.Module, dtype: torch.dtype, *, int8: bool = False) -> None:
+    def __init__(
+        self, trained: nn.Module, dtype: torch.dtype, *, int8: bool = False, device: torch.device | None = None
+    ) -> None:
+        here = next(trained.parameters()).device
+        self._device = here if device is None or device.type == here.type else device
+        self._dtype, self._is_loaded = dtype, False
         self._int8: list[Int8Linear] = []
         self._in_8_bits: set[int] = set()  # ids of parameters that are rounded
         if int8:
-            require_int8_products(next(trained.parameters()).device)
+            require_int8_products(self._device)
             self._in_8_bits = {id(layer.weight) for layer in int8_linears(trained).values()}
         merges = bool(adapted_layers(trained)) and merges_adapters(trained)
-        own = not int8 and not adapted_layers(trained) and all(p.dtype == dtype for p in trained.parameters())
+        same = self._device == here and all(p.dtype == dtype for p in trained.parameters())
+        own = not int8 and not adapted_layers(trained) and same
         self._copies: list[tuple[Tensor, Tensor]] = []
+        self._by_name: dict[str, Tensor] = {}  #: copies, by the name of their parameter
         self._merged: list[tuple[Tensor, Callable[[], Tensor]]] = []
         self.model = trained if own else self._twin(trained, dtype, merges)
         self._stale = not own
+        #: the engine computes with trained parameters, or what it computes with is made from them in another way
+        self.needs_trained = len(self._by_name) < len(dict(trained.named_parameters()))
 
     def updated(self) -> None:
         """Report that the trained parameters changed."""
-        self._stale = bool(self._copies or self._merged or self._int8)
+        self._stale = not self._is_loaded and bool(self._copies or self._merged or self._int8)
 
     def bytes(self) -> int:
         """Bytes of the copy, besides the trained parameters."""
@@ -70,17 +86,25 @@ class EngineWeights:
                 layer.load()
             self._stale = False
 
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Fill the copy, tensor by tensor; from now on the trained parameters are not read any more."""
+        for twin in self._by_name.values():
+            twin.untyped_storage().resize_(twin.nbytes)
+        copy_whole(weights, self._by_name, self._dtype)
+        self._is_loaded, self._stale = True, False
+
     def _twins(self) -> list[Tensor]:
         return [twin for twin, _ in (*self._copies, *self._merged)]
 
     def _twin(self, model: nn.Module, dtype: torch.dtype, merges: bool) -> nn.Module:
         """Copy the modules, without adapters if these are merged; tied parameters stay tied."""
         layers = {id(layer.base_layer.weight): layer for layer in adapted_layers(model).values() if merges}
-        memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+        memo: dict[int, object] = {id(buffer): buffer.to(self._device) for buffer in model.buffers()}
         saved = {id(each) for each in model.state_dict(keep_vars=True).values()}
         for recurrent in recurrent_layers(model):  # decay rates, which meet activations in one product (MiniMax)
             own = [each for each in recurrent.buffers() if id(each) in saved and each.is_floating_point()]
-            memo |= {id(buffer): buffer.to(dtype) for buffer in own}
+            memo |= {id(buffer): buffer.to(self._device, dtype) for buffer in own}
         sources: dict[int, Callable[[], Tensor]] = {}  # of the twins that are rounded to 8 bits
         for name, parameter in model.named_parameters():
             layer = layers.get(id(parameter))
@@ -90,13 +114,17 @@ class EngineWeights:
                 sources[id(twin)] = _data_of(parameter) if layer is None else _merge_of(layer)
                 continue
             same = parameter.dtype == dtype or not parameter.is_floating_point()
+            same = same and parameter.device == self._device
             if merges if ".lora_" in name else layer is None and same:
                 memo[id(parameter)] = parameter
                 continue
-            twin = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False)
+            twin = nn.Parameter(torch.empty_like(parameter, dtype=dtype, device=self._device), requires_grad=False)
             memo[id(parameter)] = twin
+            if self._device != parameter.device:  # many are never used: those of a trainer whose explorers roll out
+                twin.data.untyped_storage().resize_(0)
             if layer is None:
                 self._copies.append((twin.data, parameter))
+                self._by_name[name] = twin.data
             else:
                 self._merged.append((twin.data, _merge_of(layer)))
         memo[id(model.config)] = copy.deepcopy(model.config, memo)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import shutil
 import time
 import weakref
@@ -25,6 +26,8 @@ from rollmill.types import Completion
 from rollmill.waiting import OUTAGES
 
 _MOMENT_S = 0.01
+_log = logging.getLogger(__name__)
+_TOLD = {"", "ipc"}  # ways by which weights came, of which the user need not be told any more
 
 
 class VLLMEngine:
@@ -116,7 +119,7 @@ class VLLMEngine:
         self.version = version
         if self._process is not None:
             self._counts["updates"] += 1
-            self._begin(self._update(self._process, self._process.request("load"), version))
+            self._begin(self._update(self._process, self._process.request("load", version=version), version))
 
     async def sleep(self, *, destroy: bool = False) -> None:
         """Uses vLLM's sleep mode, if it was started with it."""
@@ -137,7 +140,7 @@ class VLLMEngine:
             await asyncio.sleep(0.01)
 
     def counters(self) -> dict[str, float]:
-        """Weight updates and their seconds, sleeps, and restarts of the process."""
+        """Weight updates, their seconds and how many came by CUDA IPC; sleeps, and restarts of the process."""
         return dict(self._counts)
 
     async def close(self) -> None:
@@ -214,7 +217,7 @@ class VLLMEngine:
             self._died()
             return
         if version != self.version:
-            self._begin(self._update(process, process.request("load"), self.version))
+            self._begin(self._update(process, process.request("load", version=self.version), self.version))
         if self._paused:
             self._begin(self._answer(process, process.request("pause")))
         self._send(process, list(self._running.values()))
@@ -243,9 +246,14 @@ class VLLMEngine:
 
     async def _update(self, process: VLLMProcess, reply: Coroutine[Any, Any, Any], wanted: int) -> None:
         began = time.perf_counter()
-        version = await self._answer(process, reply)
-        if version is not None and version < wanted:
-            self._give_up(EngineError(f"vLLM's process has weights of version {version}; {wanted} was announced"))
+        if (answer := await self._answer(process, reply)) is not None:
+            version, how = answer
+            if version < wanted:
+                self._give_up(EngineError(f"vLLM's process has weights of version {version}; {wanted} was announced"))
+            self._counts.update(["ipc_updates"] if how == "ipc" else [])
+            if how not in _TOLD:
+                _TOLD.add(how)
+                _log.warning("vLLM reads weights from host memory, and not by CUDA IPC: %s", how)
         self._counts["update_seconds"] += time.perf_counter() - began  # type: ignore[assignment]
 
     async def _answer(self, process: VLLMProcess, reply: Coroutine[Any, Any, Any]) -> Any:

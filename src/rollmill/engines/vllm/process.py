@@ -185,7 +185,7 @@ class VLLMProcess:
         """Send a message; replies, if any, carry the same number."""
         self._write({"kind": kind, "id": number, **message})
 
-    def request(self, kind: str) -> Coroutine[Any, Any, Any]:
+    def request(self, kind: str, **message: Any) -> Coroutine[Any, Any, Any]:
         """Send a message at once, ahead of later ones; awaiting the result gives the reply.
 
         Raises:
@@ -194,7 +194,7 @@ class VLLMProcess:
         """
         number = next(self._numbers)
         future = self._await(number)
-        self.send(kind, number)
+        self.send(kind, number, **message)
         return self._answer(number, future, kind)
 
     async def close(self, *, keep_folder: bool = False) -> None:

@@ -59,27 +59,29 @@ class VLLMServer:
         elif kind == "keep folder":
             self.keeps_folder = True
         elif kind == "load":
-            await self._answer(number, self.load())
+            await self._answer(number, self.load(message.get("version")))
         elif kind == "sleep":
             await self._answer(number, self._sleep())
         else:
             await self._answer(number, self._switch(paused=kind == "pause"))
 
-    async def load(self) -> int:
-        """Load the newest weights between two steps; returns their version. Running requests are kept and continue."""
+    async def load(self, announced: int | None = None) -> tuple[int, str]:
+        """Load the newest weights between two steps; running requests are kept and continue. Returns their version, and
+        how they came: see `SharedWeightsExtension`."""
         engine = self._engine
         if self._asleep:
             await engine.wake_up(tags=["weights"])
         await engine.pause_generation(mode="keep", clear_cache=False)
-        versions = await engine.collective_rpc("load_shared_weights", args=(self._weights, self._names))
-        await engine.update_weight_version(str(versions[0]))
+        loaded = await engine.collective_rpc("load_shared_weights", args=(self._weights, self._names, announced))
+        version, how = loaded[0]
+        await engine.update_weight_version(str(version))
         if self._asleep:
             await engine.wake_up(tags=["kv_cache"])
             self._asleep = False
         await engine.reset_prefix_cache(reset_running_requests=True)
         await engine.reset_encoder_cache()  # features of pictures
         await self._switch(self._paused)
-        return int(versions[0])
+        return int(version), how
 
     async def _sleep(self) -> None:
         """Free the memory of weights and KV cache until `load`, once no request is running."""
@@ -214,7 +216,7 @@ async def serve(connection: socket.socket) -> None:
     settings = json.loads(await reader.readline())
     engine = start_engine(settings)
     server = VLLMServer(engine, settings, writer)
-    server.send(id=0, value=await server.load())
+    server.send(id=0, value=(await server.load())[0])
     while line := await reader.readline():
         await server.handle(json.loads(line))
     engine.shutdown()

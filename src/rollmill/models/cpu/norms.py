@@ -7,6 +7,7 @@ function.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -95,8 +96,12 @@ def _replacement(module: Any) -> Any:
     if not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(eps, float):
         return None
     generator = torch.Generator().manual_seed(0)
+    tried = module
+    if weight.is_meta:  # a rank that gets its weights later
+        tried = copy.deepcopy(module).to_empty(device="cpu")
+        weight = tried.weight.normal_(generator=generator)
     x = torch.randn(2, len(weight), generator=generator).to(weight)
-    expected = module(x)
+    expected = tried(x)
     for form in (rms_norm, _offset):
         if torch.allclose(form(x, weight, eps), expected, rtol=1e-5, atol=1e-6):
             return partial(_through, form, module, eps)

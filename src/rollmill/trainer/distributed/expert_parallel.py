@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rollmill.errors import ConfigError
+from rollmill.trainer.distributed.fsdp import place_weights
 
 
 def find_experts(model: nn.Module) -> list[Any]:
@@ -50,18 +51,19 @@ def check_expert_parallel(model: Any, ranks: int) -> None:
             )
 
 
-def distribute_experts(model: nn.Module) -> None:
+def distribute_experts(model: nn.Module, device: torch.device) -> None:
     """Keeps this rank's experts of each layer, in place. Every rank calls this with the same model."""
-    device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in find_experts(model):
         names = [name for name, each in module.named_parameters(recurse=False) if each.shape[0] == module.num_experts]
+        place_weights(module, device)
         for name in names:
             whole = getattr(module, name)
             local = distribute_tensor(whole.data, mesh, [Shard(0)], src_data_rank=None)
             setattr(module, name, nn.Parameter(local, whole.requires_grad))
         module.num_experts //= dist.get_world_size()
         module.forward = _DistributedForward(module, names)
+    place_weights(model, device)
 
 
 class _DistributedForward:

@@ -1,13 +1,15 @@
 """Sharded weights, gradients and optimizer states, one shard per rank (FSDP2; ZeRO stage 3, arXiv:1910.02054).
 
 A sharded model holds its part of every parameter as a DTensor. Layers are unsharded while they compute. Embeddings, the
-last norm and the output layer are unsharded within `call_unsharded`.
+last norm and the output layer are unsharded within `call_unsharded`. Before, rank 0 has the whole model in host memory,
+and the others have it without weights. These come to the devices layer by layer (`place_weights`), so that none ever
+holds them all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,15 +23,39 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 Result = TypeVar("Result")
 
 
-def apply_fsdp(model: nn.Module) -> None:
+@torch.no_grad()
+def place_weights(module: nn.Module, device: torch.device) -> None:
+    """Brings a module to the device on every rank, with rank 0's weights; shards stay as they are.
+
+    Every rank calls this. Tied weights of the module stay tied.
+    """
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                continue
+            if parameter not in placed:
+                whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.to(device)
+                dist.broadcast(whole.data, 0)
+                if parameter.is_meta:
+                    placed[parameter] = nn.Parameter(whole, parameter.requires_grad)
+                else:
+                    parameter.data, placed[parameter] = whole.data, parameter
+            part._parameters[name] = placed[parameter]
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = buffer.to(device)
+
+
+def apply_fsdp(model: nn.Module, device: torch.device) -> None:
     """Shards a model in place: each transformer layer, and the rest as the root.
 
     Every rank calls this with the same model. Gradients are summed over the ranks, not averaged.
     """
-    device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
+        place_weights(layer, device)
         fully_shard(layer, mesh=mesh)
+    place_weights(model, device)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -74,17 +100,14 @@ def global_norm(norm: float) -> float:
 
 
 @torch.no_grad()
-def gather_weights(sharded: nn.Module, whole: nn.Module | None) -> None:
-    """Copies the weights of all ranks into a plain model with the same names (None: this rank only contributes its
-    shards).
+def gather_weights(sharded: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yields a model's weights by name, whole and one at a time, floating-point ones as `dtype` (None: their own).
 
-    Every rank calls this. Besides the plain model, one whole parameter exists at a time.
+    Every rank makes this iteration to its end.
     """
-    targets = {} if whole is None else dict(whole.named_parameters())
     for name, parameter in sharded.named_parameters():
-        full = _full(parameter)
-        if whole is not None:
-            targets[name].data.copy_(full)
+        own = parameter.detach()
+        yield name, _full(own if dtype is None or not own.is_floating_point() else own.to(dtype))
 
 
 def gather_state_dict(state: Any) -> Any:

@@ -49,6 +49,11 @@ class RankGroup:
         return RankGroup(dist.get_rank(), dist.get_world_size())
 
     @property
+    def shards_weights(self) -> bool:
+        """True if ranks hold parts of the weights."""
+        return self.size > 1 and self.sharding in ("fsdp", "tensor", "expert")
+
+    @property
     def shares(self) -> int:
         """Number of shares that the rows of a batch are dealt into."""
         return 1 if self.sharding in _ALL_ROWS else self.size
@@ -117,6 +122,9 @@ class RankGroup:
 
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_CLEAN_UP_ONLY = "2"
+"""NCCL's watchdog ends what waits for a lost or late rank, and not the process, which then names the rank."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,7 @@ def join_group(rendezvous: GroupRendezvous, rank: int, size: int, device: torch.
     """
     backend, deadline = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=deadline_s)
     store = rendezvous.store(size, deadline)
-    with _over(rendezvous.interface()):
+    with _default(_INTERFACE, rendezvous.interface()), _default(WATCHDOG, _CLEAN_UP_ONLY):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
 
 
@@ -198,13 +206,13 @@ def is_process_group_error(error: BaseException) -> bool:
 
 
 @contextmanager
-def _over(interface: str | None) -> Iterator[None]:
-    """Makes gloo use this interface, unless the user chose one."""
-    if interface is None or _INTERFACE in os.environ:
+def _default(variable: str, value: str | None) -> Iterator[None]:
+    """Sets an environment variable of torch.distributed, unless the user has set it."""
+    if value is None or variable in os.environ:
         yield
         return
-    os.environ[_INTERFACE] = interface
+    os.environ[variable] = value
     try:
         yield
     finally:
-        del os.environ[_INTERFACE]
+        del os.environ[variable]

@@ -87,7 +87,7 @@ class RayRankLauncher:
 
     @property
     def own_gpus(self) -> bool:
-        return all(each["num_gpus"] > 0 for each in self._options)
+        return all(each["num_gpus"] >= 1 for each in self._options)
 
     def open(self) -> TCPRendezvous:
         rendezvous, self._store = open_rendezvous_port(ray_module().util.get_node_ip_address())

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from rollmill.errors import ConfigError
-from rollmill.trainer.distributed.fsdp import is_sharded, local_shards
+from rollmill.trainer.distributed.fsdp import is_sharded, local_shards, place_weights
 
 ALLREDUCE_BUCKET_BYTES = 1 << 25  #: as in DistributedDataParallel
 
@@ -87,12 +87,14 @@ def tensor_parallel_plan(model: Any, ranks: int) -> dict[str, str]:
     return found
 
 
-def parallelize_network(network: Any, styles: dict[str, str]) -> None:
-    """Splits a network over the ranks, in place. Every rank calls this with the same weights."""
-    device = next(network.parameters()).device
+def parallelize_network(model: nn.Module, network: Any, styles: dict[str, str], device: torch.device) -> None:
+    """Splits the network of a model over the ranks, in place. Every rank calls this with the same model."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    plan = {name: _STYLES[style]() for name, style in styles.items() if style in _STYLES}
-    parallelize_module(network, mesh, plan, src_data_rank=None)
+    for name, style in styles.items():
+        if style in _STYLES:
+            place_weights(network.get_submodule(name), device)
+            parallelize_module(network, mesh, {name: _STYLES[style]()}, src_data_rank=None)
+    place_weights(model, device)
     for name, style in styles.items():
         if style == _OF_OWN_HEADS:
             for parameter in network.get_submodule(name).parameters():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import UntypedStorage, nn
+from torch import Tensor, UntypedStorage, nn
 
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.models.load import PolicyModel
@@ -32,6 +32,7 @@ from rollmill.trainer.distributed.tensor_parallel import tensor_parallel_plan
 from rollmill.trainer.reward_trainer import RewardTrainer
 from rollmill.trainer.trainer import Trainer
 from rollmill.types import Experience
+from rollmill.weights.buckets import ShardedWeights, copy_whole
 
 RANK_LOG_FOLDER = "ranks"
 """Subfolder of the run directory."""
@@ -75,8 +76,8 @@ class RankedComponent:
 class DistributedTrainer:
     """Has the interface and the results of `Trainer`, on several ranks.
 
-    Without shards `model` itself is trained. With shards a copy of it is, and `model` gets the whole weights after each
-    step.
+    Without shards `model` itself is trained. With shards a copy of it is, which leaves host memory part by part for the
+    ranks' devices; `model` gets whole weights by `gather_policy`.
 
     Processes start with `start`, or with the first command. Every method raises TrainingError if a rank failed,
     TrainerRankLostError if one ended, and that or DeadlineError if one does not answer; all name the rank.
@@ -103,6 +104,9 @@ class DistributedTrainer:
         self._rendezvous: GroupRendezvous | None = None
         self._own: Trainer | RewardTrainer | None = None
         self._healthy = False  #: the last command was done
+        self._keeps_policy, self._is_current = True, True  #: `model` has the weights of the last step
+        if self._sharded:
+            model.to("cpu")
 
     @property
     def own(self) -> Trainer | RewardTrainer:
@@ -111,10 +115,16 @@ class DistributedTrainer:
         assert self._own is not None
         return self._own
 
-    def start(self) -> None:
-        """Starts the other ranks and sends them the weights; no-op if already started."""
+    def start(self, *, keeps_policy: bool = True) -> None:
+        """Starts the other ranks and sends them the weights; no-op if already started.
+
+        Args:
+            keeps_policy: with shards, `model` keeps its memory: an engine computes with it. Else it has memory only
+                from `gather_policy` until the next step.
+        """
         if self._own is not None:
             return
+        self._keeps_policy = keeps_policy
         self._check()
         self._rendezvous, threads = self._launcher.open(), torch.get_num_threads()
         self._others = [self._launcher.start(rank, threads) for rank in range(1, self._size)]
@@ -134,6 +144,7 @@ class DistributedTrainer:
                 other.wait("start", _START_S)
         with self._on_all_ranks("join"):
             self._own = self._join()
+        self._free_policy()
 
     def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """Once started, all passes run even if the caller stops early, since every rank makes them."""
@@ -167,14 +178,51 @@ class DistributedTrainer:
         self, experiences: Sequence[Experience], version: int, compared: Sequence[Experience] = ()
     ) -> dict[str, float]:
         own = self.own
+        if self._sharded:
+            self._is_current = False
+            self._free_policy()
         with (
             self._launcher.handed("batch", (list(experiences), list(compared))) as batch,
             self._on_all_ranks("step", batch, version),
         ):
-            metrics = own.step(experiences, version, compared)
-            if self._sharded and isinstance(own, Trainer):
-                gather_weights(own.model, self._model)
-        return metrics
+            return own.step(experiences, version, compared)
+
+    def sharded_weights(self) -> Mapping[str, Tensor] | None:
+        """The weights, where ranks hold parts of them: ShardedWeights once they do. None: `model` itself is trained."""
+        if not self._sharded:
+            return None
+        if self._own is None:
+            return {name: parameter.data for name, parameter in self._model.named_parameters()}
+        return ShardedWeights(dict(self._own.model.named_parameters()), self._gather)
+
+    def gather_policy(self) -> None:
+        """Brings the weights of the last step into `model`, in host memory, if they are not there."""
+        weights = self.sharded_weights()
+        if not isinstance(weights, ShardedWeights) or self._is_current:
+            return
+        targets = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        for each in targets.values():
+            each.untyped_storage().resize_(each.nbytes)
+        copy_whole(weights, targets)
+        self._is_current = True
+
+    def _gather(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Yields whole weights; the other ranks take part to the end even if the caller stops early."""
+        with self._on_all_ranks("gather", dtype):
+            tensors = gather_weights(self.own.model, dtype)
+            for pair in tensors:
+                try:
+                    yield pair
+                except GeneratorExit:
+                    break
+            for _ in tensors:
+                pass
+
+    def _free_policy(self) -> None:
+        if self._sharded and not self._keeps_policy:
+            self._is_current = False
+            for parameter in self._model.parameters():
+                parameter.data.untyped_storage().resize_(0)
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint, the same for any number of ranks."""
@@ -238,7 +286,7 @@ class DistributedTrainer:
     def _join(self) -> Trainer | RewardTrainer:
         assert self._rendezvous is not None
         join_group(self._rendezvous, 0, self._size, self._device, self._spec.config.rank_deadline_s)
-        for model in (self._model, self._teacher):
+        for model in (None if self._sharded else self._model, self._teacher):
             if model is not None:
                 broadcast_weights(model)
         trained = copy.deepcopy(self._model) if self._sharded else self._model

@@ -71,14 +71,16 @@ class RankWorker:
         self._setup, self._rank = setup, rank
         self._heartbeat = HeartbeatWriter(setup.run_dir, f"trainer rank {rank}")
         self._plan = setup.plan.received()
-        self._policy = allocate_weights(setup.policy, self._device)
+        self._policy = setup.policy
+        if not self._plan.config.shards_weights:
+            self._policy = allocate_weights(setup.policy, self._device)
         self._teacher = None if setup.teacher is None else allocate_weights(setup.teacher, self._device)
 
     def join(self) -> None:
-        """Joins the others and receives the weights from rank 0."""
+        """Joins the others and receives the weights from rank 0, or this rank's part of them."""
         config = self._plan.config
         join_group(self._setup.rendezvous, self._rank, config.ranks, self._device, config.rank_deadline_s)
-        for model in (self._policy, self._teacher):
+        for model in (None if config.shards_weights else self._policy, self._teacher):
             if model is not None:
                 broadcast_weights(model)
         ranks = RankGroup(self._rank, config.ranks, config.sharding)
@@ -90,11 +92,14 @@ class RankWorker:
             pass
 
     def step(self, batch: tuple[list[Experience], list[Experience]], version: int) -> None:
-        """Learns from a batch, which comes with completions to compare, and sends rank 0 this rank's shards."""
+        """Learns from a batch, which comes with completions to compare."""
         experiences, compared = batch
         self._trainer.step(experiences, version, compared)
-        if isinstance(self._trainer, Trainer):
-            gather_weights(self._trainer.model, None)
+
+    def gather(self, dtype: torch.dtype | None) -> None:
+        """Sends rank 0 this rank's parts of the weights."""
+        for _ in gather_weights(self._trainer.model, dtype):
+            pass
 
     def move(self, name: str, place: StorageTier, folder: str) -> None:
         """Moves this rank's copy of a component (section `offload`)."""

@@ -54,9 +54,9 @@ class MemoryModel:
         if not first:
             here = {name: size for name, size in here.items() if name in _TRAINED}
         if sharding == "fsdp":
-            whole = here["policy"] if first else 0.0
+            whole = here["policy"] if first and "cast" not in here else 0.0
             here = {name: size / ranks if name in _TRAINED else size for name, size in here.items()}
-            here["policy"] += whole  # rollouts decode with a whole copy
+            here["policy"] += whole  # rollouts decode with a whole copy, if not with the cast
         share = 1 / ranks if sharding == "context" else 1.0
         return self._memory("train", here, groups if first else [], row_share=share)
 

@@ -138,8 +138,14 @@ class SimulatedTrainer:
         self.rank_dies = False
         self.spent_s = 0.0
 
-    def start(self) -> None:
+    def start(self, *, keeps_policy: bool = True) -> None:
         """Nothing to start."""
+
+    def sharded_weights(self) -> None:
+        """None: its weights are not sharded."""
+
+    def gather_policy(self) -> None:
+        """Nothing to gather."""
 
     def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """No passes before rewards."""

@@ -72,7 +72,7 @@ class SimulatedRollouts(LocalRollouts):
         self.engine = self.generating = engine
         self._policy, self._rewards, self._publisher = policy, rewards, InPlacePublisher(engine)
         self._models = AuxiliaryModels({}, policy, engine, RolloutConfig(), "fp32")
-        self.trains_in_thread, self._opened = False, []
+        self._trainer, self.uses_policy, self.trains_in_thread, self._opened = None, True, False, []
 
     def explorer(self, config: Any = None, rewards: Any = None, *, trace: Any = None, drafts: Any = None) -> Explorer:
         assert self._rewards is not None
