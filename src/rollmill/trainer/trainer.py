@@ -83,7 +83,7 @@ class Trainer:
         ranks: RankGroup | None = None,
         kept_versions: int = 0,
     ) -> None:
-        self.device = torch.device(device)
+        self.device, config = torch.device(device), config.settled()
         model = model.to(self.device)
         self.model = to_master_weights(model) if config.param_dtype == "fp32" else model
         self.recipe, self.config, self.total_steps = recipe, config, total_steps
