@@ -23,11 +23,19 @@ from rollmill.orchestrator.exploring import count_explored
 from rollmill.orchestrator.extension import change_settings
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
 from rollmill.orchestrator.manifest import model_files, verifying
+from rollmill.orchestrator.memory_choice import with_kept_choice
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.orchestrator import Orchestrator, Serving
 from rollmill.orchestrator.resume import load_start_point
 from rollmill.orchestrator.run_control import CHANGES_FILE, Callback, RunControl
-from rollmill.orchestrator.setup import MACHINE, RunSetup, require_models, set_up_run, stage_overrides
+from rollmill.orchestrator.setup import (
+    MACHINE,
+    RunSetup,
+    read_machine,
+    require_models,
+    set_up_run,
+    stage_overrides,
+)
 from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.summary import summarise
 from rollmill.progress import ends_for_restart, uncounted_work
@@ -37,6 +45,7 @@ from rollmill.remote.scaling import SCALE_ANSWER, SCALE_REQUEST
 from rollmill.rewards.resources import close_warm_pools
 from rollmill.startup import open_missing_streams, require_usable_paths
 from rollmill.supervision.attempt import RunAttempt
+from rollmill.supervision.memory import MemoryReduction
 from rollmill.supervision.run_lock import hold_run_lock, is_run_locked
 from rollmill.trackers.event_log import EVENTS_FILE
 from rollmill.trackers.heartbeat import HEARTBEAT_FOLDER as PROCESSES
@@ -125,7 +134,10 @@ def resume(
                 loaded, folder, view, resumed=True, serving=serving, interrupts=interrupts, callbacks=callbacks
             )
     with nullcontext() if attempt.locked else hold_run_lock(folder, owner=attempt.supervisor):
-        loaded, notes = attempt.begin(load_run(folder / CONFIG, out=folder), folder)
+        loaded = load_run(folder / CONFIG, out=folder)
+        if attempt.reduction != MemoryReduction():  # it halves what an earlier attempt has chosen
+            loaded = with_kept_choice(loaded, read_machine(folder))
+        loaded, notes = attempt.begin(loaded, folder)
         return execute(loaded, folder, view, resumed=True, serving=serving, notes=notes)
 
 
@@ -156,15 +168,15 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
     require_models(loaded.stages[indices[-1]])
     with verifying(Checkpoints(folder).path(chosen), model_files):
         setup = set_up_run(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
-    return {"step": chosen, **asyncio.run(_evaluate(loaded, folder, setup, indices[-1], chosen))}
+    return {"step": chosen, **asyncio.run(_evaluate(folder, setup, indices[-1], chosen))}
 
 
-async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: RunSetup, index: int, step: int) -> dict[str, float]:
+async def _evaluate(run_dir: Path, setup: RunSetup, index: int, step: int) -> dict[str, float]:
     stage = Stage(
-        loaded.stages[index],
+        setup.loaded.stages[index],
         setup.policy,
         setup.tasks[index],
-        setup.context(loaded, run_dir, Buffers(run_dir, setup.run_id, read_only=True)),
+        setup.context(run_dir, Buffers(run_dir, setup.run_id, read_only=True)),
         index=index,
         first_version=step,
     )
@@ -212,13 +224,14 @@ def execute(
         with uncounted_work():
             point = load_start_point(loaded, run_dir, resumed=resumed)
         setup, start = point.setup, point.start
+        loaded = setup.loaded
         plan = [(stage.name, stage.steps) for stage in loaded.stages]
         view = view or make_view(loaded.config.monitor.show_completions)
         monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
         buffers = Buffers(run_dir, setup.run_id, shared=loaded.config.is_split)
         if loaded.config.mode == "train":
             explorers = JoinedExplorers(run_dir, setup.run_id, loaded.config.explorer_silent_s)
-        shared = setup.context(loaded, run_dir, buffers)
+        shared = setup.context(run_dir, buffers)
         context = replace(shared, explorers=explorers, ranks=ranks, heartbeat=heartbeat)
         orchestrator = Orchestrator(
             context,
@@ -235,6 +248,8 @@ def execute(
         try:
             buffers.open_all(loaded.stages)
             monitor.message(setup.describe(run_dir))
+            for message in setup.messages:
+                monitor.message(message)
             for message in point.messages:
                 monitor.incident(message)
             for message in notes:

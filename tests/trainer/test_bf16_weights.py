@@ -130,7 +130,7 @@ def test_a_resumed_run_rounds_in_the_same_way(whole: Path, tmp_path: Path) -> No
     ("changes", "message"),
     [
         ({"trainer": {"precision": "fp32"}}, r"trainer.precision: weights in bf16 \(param_dtype\)"),
-        ({"trainer": {"precision": "auto", "ranks": 2}}, r"trainer.param_dtype: bf16 is not supported with several"),
+        ({"trainer": {"precision": "auto", "ranks": 2}}, r"trainer.param_dtype: bf16 is supported with several"),
         ({"algorithm": {"name": "ppo"}}, r"trainer.param_dtype: a critic is trained in fp32"),
     ],
 )
@@ -145,3 +145,19 @@ def test_stages_with_different_types_are_refused(tmp_path: Path) -> None:
     path = tiny_run(tmp_path, stages=stages, trainer={"precision": "auto"})
     with pytest.raises(ConfigError, match=r"trainer.param_dtype must be the same in all stages"):
         rollmill.run(path, out=tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_shards_train_like_one_rank_and_resume_bit_equal(whole: Path, tmp_path: Path) -> None:
+    """Gradients are summed in fp32; the bits of the rounding are others on each rank."""
+    shards = BF16["trainer"] | {"ranks": 2, "sharding": "fsdp"}
+    run = ran(BF16, tmp_path, "shards", trainer=shards)
+    first, alone = metrics(run)[0], metrics(whole)[0]
+    assert first["grad_norm"] == pytest.approx(alone["grad_norm"], rel=0.02)
+    assert first["reward/mean"] == alone["reward/mean"]
+    found = weights(run, 4)
+    assert {each.dtype for each in found.values()} == {torch.bfloat16}
+    shutil.rmtree(run / "checkpoints/step-000004")
+    resume(run)
+    again = weights(run, 4)
+    assert all(torch.equal(found[name], again[name]) for name in found)

@@ -99,8 +99,9 @@ class RunSettings(TypedDict, total=False):
     """Mini-batches per pass over the batch, each of whole groups, with one optimizer step each."""
     epochs_per_batch: int
     """Passes over each batch."""
-    micro_batch_tokens: int
-    """Tokens per forward and backward pass; the gradient does not depend on it."""
+    micro_batch_tokens: int | Literal["auto"]
+    """Tokens per forward and backward pass; the gradient does not depend on it. `auto`: 8192, and on a GPU less if a
+    step does not fit otherwise."""
     metrics_share: float
     """Share of the completions without an advantage (those of groups with equal rewards) that pass through the model.
     Nothing is learned from them: they only count in metrics such as entropy and kl, which are then estimated from a
@@ -108,8 +109,9 @@ class RunSettings(TypedDict, total=False):
     logprob_chunk: int | None
     """Maximum rows of [rows, vocabulary] logits in memory at a time. Default: as many as fit in 256 MiB, at most 1024.
     """
-    gradient_checkpointing: bool
-    """Recompute activations in the backward pass: less memory, more time."""
+    gradient_checkpointing: bool | Literal["auto"]
+    """Recompute activations in the backward pass: less memory, more time. `auto`: on a GPU, if a step does not fit
+    otherwise."""
     freeze: Sequence[Literal["vision", "projector"]]
     """Parts of a vision-language model that are not trained: its vision tower, and the projector from the tower to the
     embeddings."""
@@ -117,10 +119,11 @@ class RunSettings(TypedDict, total=False):
     """Compute dtype over fp32 master weights. `auto` measures which is faster on this machine for the matrix products
     of a step of the last stage: all linear layers, with the rows of its rollouts and of its passes. It measures once:
     later runs read the times from the cache folder, and so compute the same."""
-    param_dtype: Literal["fp32", "bf16"]
+    param_dtype: Literal["auto", "fp32", "bf16"]
     """Type of the weights, their gradients and AdamW's moments. `bf16` takes half the memory, and computes in bf16: for
     models that do not fit otherwise. Updates are rounded stochastically, since nearly all of them would be lost by
-    rounding to nearest (arXiv:2010.06192). Adapters (model.lora) stay in fp32, over a model in bf16."""
+    rounding to nearest (arXiv:2010.06192). Adapters (model.lora) stay in fp32, over a model in bf16. `auto`: fp32, and
+    on a GPU bf16 if a step does not fit otherwise."""
     ranks: int
     """Number of trainer processes, each with `threads` threads or a GPU of its own. The first one is the run's own
     process, which also rolls out; on Ray it is the trainer's, and the others may be on other hosts."""

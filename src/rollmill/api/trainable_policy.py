@@ -32,6 +32,7 @@ from rollmill.models.load import PolicyModel, load_policy, wrap_policy
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
 from rollmill.models.storage import ensure_own_memory, narrow_weights
 from rollmill.orchestrator.engine import build_engine, build_publisher
+from rollmill.orchestrator.memory_choice import settle_for
 from rollmill.orchestrator.setup import choose_device
 from rollmill.registry import loss_section
 from rollmill.seeds import derive_seed
@@ -78,6 +79,7 @@ class TrainablePolicy:
         else:
             ensure_own_memory(model.parameters())
             self._policy = wrap_policy(model, tokenizer, device, "the given model")
+        self.config = config = settle_for(config, self._policy)
         wanted = config.trainer.precision
         if config.trainer.param_dtype == "bf16":
             narrow_weights(self._policy.model)

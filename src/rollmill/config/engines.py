@@ -5,11 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from rollmill.config.section import NamedSection, expand_name, module_sections, section_union
+
+_CHOSEN: Any = "auto"
+if TYPE_CHECKING:  # from its setup on a run has a number, see orchestrator/memory_choice.py
+    AutoSize = float
+else:
+    AutoSize = Annotated[float, Field(gt=0)] | Literal["auto"]
 
 ENGINE_FEATURES = {
     "truncation": "top_p, top_k or min_p with the probability that they keep",
@@ -30,6 +36,8 @@ class EngineSection(NamedSection):
     """Features of ENGINE_FEATURES that the engine lacks, each with the text of the error for a run that needs it."""
     least_temperature: ClassVar[float] = 0.0
     """The engine raises lower temperatures (but 0) to this."""
+    cpu_cache_gb: ClassVar[float | None] = None
+    """Size of its cache that `auto` means on a CPU, in GiB; None: it has no limit."""
 
     def computes_like_trainer(self) -> bool:
         """True if log-probs are the trainer's up to rounding in the type of `trainer.precision`."""
@@ -38,6 +46,11 @@ class EngineSection(NamedSection):
     def reader_python(self) -> Path | None:
         """The Python of a process of the engine's own that reads shared weights; None if it has no such process."""
         return None
+
+    def settled(self, cache_gb: float | None) -> Self:
+        """Returns the engine with this size of its cache in place of `auto`; None leaves it."""
+        given = getattr(self, "cache_gb", None)
+        return self if given != "auto" or cache_gb is None else self.model_copy(update={"cache_gb": cache_gb})
 
 
 class NativeEngineConfig(EngineSection):
@@ -95,11 +108,13 @@ class VLLMEngineConfig(EngineSection):
         "router_replay": f"engine `vllm` does not say which experts it chose; {_NATIVE}",
     }
     least_temperature = 0.01
+    cpu_cache_gb = 2.0
     name: Literal["vllm"] = "vllm"
     python: Path | None = None
     """Python interpreter that has vLLM, such as .venv-vllm/bin/python. Default: the one that runs rollmill."""
-    cache_gb: float = Field(2.0, gt=0)
-    """Size of the KV cache, in GiB."""
+    cache_gb: AutoSize = _CHOSEN
+    """Size of the KV cache, in GiB. `auto`: 2 on a CPU; on a GPU what the trainer leaves, and at most what all
+    completions at a time need."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model (and capture CUDA graphs): slower start, faster decoding. `auto`: on GPUs only."""
     sleep: bool = False

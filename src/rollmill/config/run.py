@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from rollmill.config.algorithms import AlgorithmConfig
+from rollmill.config.algorithms.base import OfflineAlgorithmOptions
 from rollmill.config.algorithms.baselines import GRPO
 from rollmill.config.buffer import BufferConfig, OfflineDataConfig
 from rollmill.config.changes import ChangeConfig
@@ -212,9 +213,19 @@ class StageConfig(Section):
             key: model for each in self.domains.values() for key, model in (each.models or {}).items()
         }
 
+    @property
+    def groups_per_step(self) -> int:
+        """Groups of a training step: tasks, demonstrations or pairs."""
+        algorithm = self.algorithm
+        return algorithm.batch if isinstance(algorithm, OfflineAlgorithmOptions) else self.rollout.batch
+
     def with_engine(self, engine: EngineConfig | None) -> StageConfig:
-        """Returns this stage with another engine; with None, the stage itself."""
-        return self if engine is None else self.model_copy(update={"engine": engine})
+        """Returns this stage with another engine; with None, the stage itself. If the engine leaves the size of its
+        cache to the run, it has that of the stage's engine."""
+        if engine is None:
+            return self
+        own: Any = getattr(self.engine, "cache_gb", "auto")
+        return self.model_copy(update={"engine": engine.settled(None if own == "auto" else own)})
 
     @property
     def workflows(self) -> list[WorkflowConfig]:

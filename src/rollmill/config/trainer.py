@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -10,6 +11,17 @@ from rollmill.config.section import Section
 
 MOMENT_BLOCK = 256
 """Values of a moment in 8 bits that share a scale."""
+
+PLAIN_CHOICES: Mapping[str, Any] = {"param_dtype": "fp32", "gradient_checkpointing": False, "micro_batch_tokens": 8192}
+"""What `auto` means on a CPU, and where nobody has chosen."""
+
+_CHOSEN: Any = "auto"
+if TYPE_CHECKING:  # from its setup on a run has plain values, see orchestrator/memory_choice.py
+    AutoBool = bool
+    AutoCount = int
+else:
+    AutoBool = bool | Literal["auto"]
+    AutoCount = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 class TrainerConfig(Section):
@@ -38,8 +50,9 @@ class TrainerConfig(Section):
     """Mini-batches per pass over the batch, each of whole groups, with one optimizer step each."""
     epochs_per_batch: int = Field(1, ge=1)
     """Passes over each batch."""
-    micro_batch_tokens: int = Field(8192, ge=1)
-    """Tokens per forward and backward pass; the gradient does not depend on it."""
+    micro_batch_tokens: AutoCount = _CHOSEN
+    """Tokens per forward and backward pass; the gradient does not depend on it. `auto`: 8192, and on a GPU less if a
+    step does not fit otherwise."""
     metrics_share: float = Field(1.0, ge=0, le=1)
     """Share of the completions without an advantage (those of groups with equal rewards) that pass through the model.
     Nothing is learned from them: they only count in metrics such as entropy and kl, which are then estimated from a
@@ -47,8 +60,9 @@ class TrainerConfig(Section):
     logprob_chunk: int | None = Field(None, ge=1)
     """Maximum rows of [rows, vocabulary] logits in memory at a time. Default: as many as fit in 256 MiB, at most
     1024."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    gradient_checkpointing: AutoBool = _CHOSEN
+    """Recompute activations in the backward pass: less memory, more time. `auto`: on a GPU, if a step does not fit
+    otherwise."""
     freeze: list[Literal["vision", "projector"]] = ["vision"]
     """Parts of a vision-language model that are not trained: its vision tower, and the projector from the tower to the
     embeddings."""
@@ -56,10 +70,11 @@ class TrainerConfig(Section):
     """Compute dtype over fp32 master weights. `auto` measures which is faster on this machine for the matrix products
     of a step of the last stage: all linear layers, with the rows of its rollouts and of its passes. It measures once:
     later runs read the times from the cache folder, and so compute the same."""
-    param_dtype: Literal["fp32", "bf16"] = "fp32"
+    param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the weights, their gradients and AdamW's moments. `bf16` takes half the memory, and computes in bf16: for
     models that do not fit otherwise. Updates are rounded stochastically, since nearly all of them would be lost by
-    rounding to nearest (arXiv:2010.06192). Adapters (model.lora) stay in fp32, over a model in bf16."""
+    rounding to nearest (arXiv:2010.06192). Adapters (model.lora) stay in fp32, over a model in bf16. `auto`: fp32, and
+    on a GPU bf16 if a step does not fit otherwise."""
     ranks: int = Field(1, ge=1)
     """Number of trainer processes, each with `threads` threads or a GPU of its own. The first one is the run's own
     process, which also rolls out; on Ray it is the trainer's, and the others may be on other hosts."""
@@ -76,6 +91,11 @@ class TrainerConfig(Section):
     engine `native` rolls out; `true`: required, otherwise the run is refused."""
     rank_deadline_s: float = Field(600.0, gt=0)
     """Timeout of a rank that waits for another one within a step."""
+
+    def settled(self, values: Mapping[str, Any] = PLAIN_CHOICES) -> Self:
+        """Returns a copy with these values in place of `auto`; default: those of a CPU."""
+        open_keys = {key: values[key] for key in PLAIN_CHOICES if key in values and getattr(self, key) == "auto"}
+        return self.model_copy(update=open_keys) if open_keys else self
 
     @property
     def shards_weights(self) -> bool:
@@ -100,8 +120,11 @@ class TrainerConfig(Section):
             found["betas"] = "both must be at least 0 and below 1, for example [0.9, 0.99]"
         if self.param_dtype == "bf16" and self.precision == "fp32":
             found["precision"] = "weights in bf16 (param_dtype) are computed with in bf16; use bf16, or remove one"
-        if self.param_dtype == "bf16" and self.ranks > 1:
-            found["param_dtype"] = "bf16 is not supported with several ranks, which add their gradients in fp32; use 1"
+        if self.param_dtype == "bf16" and self.ranks > 1 and self.sharding != "fsdp":
+            found["param_dtype"] = (
+                "bf16 is supported with several ranks only by sharding `fsdp`: others add their gradients in fp32; use "
+                "that, or 1 rank"
+            )
         if self.optimizer == "adamw_8bit" and self.shards_weights:
             found["optimizer"] = (
                 "adamw_8bit does not support shards, which would cut its blocks; use sharding `none` or `context`"

@@ -24,11 +24,12 @@ from transformers import (
 )
 
 from rollmill.config.checks.pictures import BOTH_WAYS, VISION_MODELS
+from rollmill.config.hub import fetch_config, parse_reference
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.data.picture_prompts import read_processor
 from rollmill.data.renderer import renderer_of
 from rollmill.errors import ChatTemplateError, ModelError, describe_read_error
-from rollmill.models.from_scratch import init_model, silence_transformers, train_tokenizer
+from rollmill.models.from_scratch import build_new_meta_model, init_model, silence_transformers, train_tokenizer
 from rollmill.models.gguf import find_gguf, forget_quantization, hide_progress, pretrained_source
 from rollmill.models.hf_forward import picture_prompts
 from rollmill.models.lora import BASE_FOLDER, add_lora
@@ -165,12 +166,15 @@ def _prepare_equally(one: Any, other: Any) -> bool:
     )
 
 
-def build_meta_model(folder: Path, trust: bool = False, weights: bool = True) -> PreTrainedModel:
+def build_meta_model(
+    folder: Path, trust: bool = False, weights: bool = True, pictures: bool = False
+) -> PreTrainedModel:
     """Builds the model of a checkpoint folder on the meta device, to read its sizes.
 
     Args:
         trust: run model code found in the folder.
         weights: require that the folder also has weights and a tokenizer.
+        pictures: accept a vision-language model.
 
     Raises:
         ModelError: the folder is not a causal language model.
@@ -179,9 +183,34 @@ def build_meta_model(folder: Path, trust: bool = False, weights: bool = True) ->
     options["trust_remote_code"] = trust
     with silence_transformers(), torch.device("meta"), torch.random.fork_rng(devices=[]):
         config = _read_config(folder, place, options)
-        _check_config(config, folder)
-        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        kind = AutoModelForImageTextToText if _check_config(config, folder, pictures) else AutoModelForCausalLM
+        empty: PreTrainedModel = kind.from_config(config, trust_remote_code=trust)
     return empty
+
+
+def build_meta_policy(config: ModelConfig) -> PreTrainedModel:
+    """Builds the policy without weights, in fp32 and with its adapters, to read its sizes.
+
+    Of a model of the hub only the configuration is fetched.
+
+    Raises:
+        ModelError: the folder is not a model that can be trained.
+    """
+    if config.path == "new":
+        model = build_new_meta_model(config.new or NewModelConfig())
+    else:
+        folder = config.path
+        reference = None if folder.exists() else parse_reference(str(folder))
+        if reference is not None:
+            folder = fetch_config(reference)
+        model = build_meta_model(folder, config.trust_remote_code, weights=reference is None, pictures=True)
+    model.float()
+    if config.quantization is not None:
+        quantize_linears(model, config.quantization)
+    if config.lora is not None:
+        with torch.device("meta"):
+            add_lora(model, config.lora, seed=0)
+    return model
 
 
 def _read(

@@ -117,10 +117,12 @@ class _KeptBatches(RolloutBatches):
 
 
 async def _explore(loaded: LoadedRun, run_dir: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    [config], made = loaded.stages, 0
+    made = 0
     with keep_heartbeat(run_dir, _PROCESS) as heartbeat:
         setup = set_up_run(loaded, run_dir, None)
-        report(setup.describe(run_dir))
+        [config] = setup.loaded.stages
+        for message in (setup.describe(run_dir), *setup.messages):
+            report(message)
         buffers = Buffers(run_dir, setup.run_id, shared=True)
         rewards = build_stage_rewards(config, setup.policy)
         seed, tasks = derive_seed(loaded.config.seed, 0), setup.tasks[0]

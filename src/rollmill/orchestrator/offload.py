@@ -56,7 +56,7 @@ def build_offload_plan(
     needs = component_phases(stage, elsewhere=explorers is not None)
     sizes = estimate_component_sizes(stage, policy, precision, explorers)
     out: StorageTier = "memory" if device.type == "cuda" else "disk"
-    whole = stage.trainer.param_dtype == "fp32" and not is_quantized(policy.model)
+    whole = stage.trainer.param_dtype != "bf16" and not is_quantized(policy.model)
     if precision == "bf16" and whole:  # the cast is all that rollouts decode with
         needs["policy"] -= {"rollout"}
     if stage.trainer.ranks > 1 and device.type == "cpu":  # where ranks share the memory; GPUs are their own

@@ -41,6 +41,7 @@ from rollmill.orchestrator.checkpoint import Checkpoints, unreadable
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import replays_routing
 from rollmill.orchestrator.manifest import model_files, verifying
+from rollmill.orchestrator.memory_choice import settle_run
 from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.rewards import RewardManager, build_reward_manager
@@ -53,7 +54,7 @@ NO_TASKS = Taskset("none", [], [])
 MACHINE = "machine.json"
 
 
-def prepare_first_stage(loaded: LoadedRun, folder: Path) -> tuple[PolicyModel, list[StageTasks], RunContext]:
+def prepare_first_stage(loaded: LoadedRun, folder: Path) -> tuple[RunSetup, RunContext]:
     """Set up a run's stages for measurements, in one process and without a run. Raises like `run`.
 
     The machine settings are written into `folder`.
@@ -62,7 +63,7 @@ def prepare_first_stage(loaded: LoadedRun, folder: Path) -> tuple[PolicyModel, l
     if picture_processor(setup.policy.model) is not None:
         raise ConfigError("model.path: measurements of a vision-language model are not supported; use `rollmill run`")
     buffers = Buffers(folder, setup.run_id, read_only=True)
-    return setup.policy, setup.tasks, setup.context(loaded, folder, buffers)
+    return setup, setup.context(folder, buffers)
 
 
 _LARGE_MODEL = 1 << 29
@@ -73,16 +74,18 @@ _LARGE_MODEL = 1 << 29
 class RunSetup:
     """Policy, tasks and machine settings of a run."""
 
+    loaded: LoadedRun  #: with plain values in place of those that the run has chosen (memory_choice.py)
     policy: PolicyModel
     tasks: list[StageTasks]
     precision: str
     threads: int
     run_id: str
     judges: list[RewardManager]  #: closed; keep the stages' shared reward models in memory
+    messages: list[str]  #: on what was chosen, for the user
 
-    def context(self, loaded: LoadedRun, run_dir: Path, buffers: Buffers) -> RunContext:
+    def context(self, run_dir: Path, buffers: Buffers) -> RunContext:
         """Build the context that the stages share."""
-        config = loaded.config
+        config = self.loaded.config
         return RunContext(
             run_dir,
             self.run_id,
@@ -122,6 +125,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
     torch.manual_seed(config.seed)
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
     device = choose_device(config.device)
+    loaded, chosen, messages = settle_run(loaded, device, _stored_settings(run_dir))
     # errors in the last stage's rewards show before the first stage runs
     wanted = [(number, each) for number, stage in enumerate(loaded.stages) for each in _rewards(stage)]
     judges = [build_reward_manager(rewards, settings, device=str(device)) for _, (rewards, settings) in wanted]
@@ -169,7 +173,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
             _refuse_drafts(stage, type(policy.model).__name__)
         replays_routing(stage, policy.model)  # raises if routing cannot be replayed
     tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
-    machine = _machine_settings(run_dir, loaded, policy)
+    machine = _machine_settings(run_dir, loaded, policy, None if joined else chosen)
     if joined and config.threads != "auto":
         machine["threads"] = config.threads
     torch.set_num_threads(machine["threads"])
@@ -179,7 +183,8 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool)
             build_offload_plan(stage, policy, machine["precision"], engines)  # a plan that does not fit fails here
     if not joined:
         save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
-    return RunSetup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
+    precision, threads, run_id = machine["precision"], machine["threads"], machine["run_id"]
+    return RunSetup(loaded, policy, tasks, precision, threads, run_id, judges, messages)
 
 
 def _file_bytes(model: ModelConfig) -> int:
@@ -237,26 +242,35 @@ def _select(stage: StageConfig, policy: PolicyModel, tasksets: dict[str, Taskset
     return select_tasks(stage, policy, training, held_out)
 
 
-def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> dict[str, Any]:
-    """Thread count, precision and run id, chosen once per run and stored, so that a resumed run computes the same.
+def _machine_settings(
+    run_dir: Path, loaded: LoadedRun, policy: PolicyModel, chosen: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Thread count, precision, run id and, on a GPU, what decides on memory: chosen once per run and stored, so that a
+    resumed run computes the same.
 
-    A file that is lost or damaged is made again from the newest checkpoint that has a manifest.
+    Args:
+        chosen: what to store of the choice of this start, see `settle_run`.
     """
     if (stored := _stored_settings(run_dir)) is not None:
+        if chosen is not None:  # the run goes on on another GPU
+            stored = stored | {"memory": chosen}
+            store_machine(run_dir, stored)
         return stored
     wanted = {stage.trainer.precision for stage in loaded.stages}
     if len(wanted) > 1:
         raise ConfigError(f"trainer.precision must be the same in all stages, found {', '.join(sorted(wanted))}")
     threads = loaded.config.threads
     size = _step_size(loaded.stages[-1])
-    chosen = choose_threads(policy.model, size) if threads == "auto" else threads
-    torch.set_num_threads(chosen)
+    count = choose_threads(policy.model, size) if threads == "auto" else threads
+    torch.set_num_threads(count)
     precision = wanted.pop()
     if precision == "auto" and _param_dtype(loaded) == "bf16":
         precision = "bf16"
     if precision == "auto":
         precision = choose_precision(policy.model, policy.device, size)
-    machine = {"threads": chosen, "precision": precision, "run_id": uuid.uuid4().hex}
+    machine: dict[str, Any] = {"threads": count, "precision": precision, "run_id": uuid.uuid4().hex}
+    if chosen is not None:
+        machine["memory"] = chosen
     store_machine(run_dir, machine)
     return machine
 
@@ -273,7 +287,8 @@ def _step_size(stage: StageConfig) -> StepSize:
 
 
 def _stored_settings(run_dir: Path) -> dict[str, Any] | None:
-    """The settings of a run that has begun; None for a new one. Raises CorruptFileError if they are lost."""
+    """The settings of a run that has begun; None for a new one. A file that is lost or damaged is made again from the
+    newest checkpoint that has a manifest. Raises CorruptFileError if none has."""
     path, checkpoints, damage = run_dir / MACHINE, Checkpoints(run_dir), "missing"
     if path.is_file():
         try:
@@ -299,12 +314,19 @@ def store_machine(run_dir: Path, machine: dict[str, Any]) -> None:
     atomic_write(run_dir / MACHINE, (json.dumps(machine) + "\n").encode(), durable=True)
 
 
-def read_run_id(run_dir: Path) -> str | None:
-    """The run's id; None if its file is missing or damaged, which a trainer mends when it resumes the run."""
+def read_machine(run_dir: Path) -> dict[str, Any]:
+    """The run's machine settings; {} if their file is missing or damaged, which a trainer mends when it resumes the
+    run."""
     try:
-        return str(read_json_object(run_dir / MACHINE)["run_id"])
-    except (OSError, CorruptFileError, KeyError):
-        return None
+        return read_json_object(run_dir / MACHINE)
+    except (OSError, CorruptFileError):
+        return {}
+
+
+def read_run_id(run_dir: Path) -> str | None:
+    """The run's id; None if it is not known, see `read_machine`."""
+    found = read_machine(run_dir).get("run_id")
+    return None if found is None else str(found)
 
 
 def _load_tasksets(stages: list[StageConfig]) -> dict[str, Taskset]:

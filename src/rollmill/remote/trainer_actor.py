@@ -16,6 +16,8 @@ from rollmill.config.loader import load_run
 from rollmill.config.placement import RayPlacement
 from rollmill.errors import is_out_of_memory, is_recoverable
 from rollmill.orchestrator.interrupt import Interrupts
+from rollmill.orchestrator.memory_choice import with_kept_choice
+from rollmill.orchestrator.setup import read_machine
 from rollmill.progress import has_worked
 from rollmill.remote.connection import portable_error
 from rollmill.remote.ray_explorers import RayExplorers
@@ -144,6 +146,8 @@ class TrainerActor:
                 loaded.config.placement, self._run_dir, self._explorers, loaded.config.explorer_silent_s
             )
             limit_s = loaded.config.supervise.stall_limit(loaded.stages)
+            if self._reduction != MemoryReduction():  # it halves what an earlier attempt has chosen
+                loaded = with_kept_choice(loaded, read_machine(self._run_dir))
             loaded, changes = self._reduction.apply(loaded)
             if changes:
                 record_event(self._run_dir, REDUCED, changes=changes)

@@ -33,8 +33,9 @@ class MemoryReduction:
         for stage in loaded.stages:
             smaller = self._of_stage(stage)
             stages.append(smaller)
+            before, after = stage.trainer.settled(), smaller.trainer.settled()
             pairs = (
-                ("trainer.micro_batch_tokens", stage.trainer.micro_batch_tokens, smaller.trainer.micro_batch_tokens),
+                ("trainer.micro_batch_tokens", before.micro_batch_tokens, after.micro_batch_tokens),
                 ("rollout.max_sequences", stage.rollout.max_sequences, smaller.rollout.max_sequences),
             )
             changes += [f"{key} {new} instead of {old}" for key, old, new in pairs if new != old]
@@ -43,7 +44,7 @@ class MemoryReduction:
     def _of_stage(self, stage: StageConfig) -> StageConfig:
         trainer, rollout = stage.trainer, stage.rollout
         if self.micro_batches:
-            tokens = max(1, trainer.micro_batch_tokens >> self.micro_batches)
+            tokens = max(1, trainer.settled().micro_batch_tokens >> self.micro_batches)
             trainer = trainer.model_copy(update={"micro_batch_tokens": tokens})
         if self.sequences:
             most = min(rollout.max_sequences, rollout.batch * rollout.group_size)

@@ -73,7 +73,8 @@ def compute_logprobs(
 
 def compute_hidden_states(model: Any, micro: MicroBatch, *, bf16: bool = False) -> Tensor:
     """Last hidden states of a micro-batch's row, [T, d]; with context parallelism those of this rank's tokens."""
-    with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
+    device = micro.input_ids.device.type
+    with torch.autocast(device, torch.bfloat16, cache_enabled=_keeps_casts(model, device)) if bf16 else nullcontext():
         sees = picture_processor(model) is not None
         network = text_model(model) if sees else base_network(model)
         share, tokens, positions = micro.share, micro.input_ids, micro.position_ids
@@ -88,6 +89,15 @@ def compute_hidden_states(model: Any, micro: MicroBatch, *, bf16: bool = False) 
         output = network(**inputs)
     hidden_Td: Tensor = output.last_hidden_state[0]
     return hidden_Td
+
+
+def _keeps_casts(model: Any, device: str) -> bool:
+    """True if autocast keeps the casts of all weights during a pass: of use for a backward pass, and for layers that a
+    model runs several times. On a GPU they are not worth half of the weights' memory."""
+    if device == "cpu":
+        return True
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return torch.is_grad_enabled() and not recomputes
 
 
 def compute_logits(model: Any, hidden_Cd: Tensor) -> Tensor:

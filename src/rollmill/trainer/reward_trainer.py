@@ -84,7 +84,7 @@ class RewardTrainer:
         seed: int = 0,
         ranks: RankGroup | None = None,
     ) -> None:
-        self.device = torch.device(device)
+        self.device, config = torch.device(device), config.settled()
         self.model = to_master_weights(ScoringNetwork(policy).requires_grad_(True).to(self.device))
         self.options, self.config, self.total_steps = options, config, total_steps
         self.precision = config.precision

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rollmill.config.trainer import MOMENT_BLOCK as BLOCK
 from rollmill.seeds import derive_seed
@@ -20,7 +22,7 @@ from rollmill.trainer.quantized_moments import FIRST, SECOND, empty_codes
 
 _CHUNK = 1 << 16
 """Elements that are computed in fp32 at a time: their copies stay in a processor's cache."""
-_GPU_CHUNK = 1 << 24
+GPU_CHUNK = 1 << 24  # on a GPU: fewer kernels
 _LEAST = torch.iinfo(torch.int64).min
 
 
@@ -29,7 +31,8 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     With `eight_bit` the moments take 8 bits each (see quantized_moments): 6 bytes a weight in bf16, 10 in fp32.
     Computes in fp32, a part of a tensor at a time. Its random bits depend only on the seed, the step and the parameter,
-    so that a resumed run rounds as an uninterrupted one, and so do all ranks.
+    so that a resumed run rounds as an uninterrupted one, and so do all ranks; of a sharded parameter also on the
+    rank.
 
     Args:
         params: parameters, or groups of them as for torch.optim.AdamW; all contiguous, and bf16 or, with `eight_bit`,
@@ -109,11 +112,13 @@ class StochasticAdamW(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any], number: int) -> None:
         assert parameter.grad is not None
         taken, (beta1, beta2) = int(state["step"]), group["betas"]
-        generator = torch.Generator(parameter.device).manual_seed(derive_seed(self._seed, taken, number) >> 1)
+        of_shard = (dist.get_rank(),) if isinstance(parameter, DTensor) else ()
+        seed = derive_seed(self._seed, taken, number, *of_shard) >> 1
+        generator = torch.Generator(parameter.device).manual_seed(seed)
         step_size = group["lr"] / (1 - beta1**taken)
         correction = (1 - beta2**taken) ** 0.5
-        weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)
-        chunk = _CHUNK if parameter.device.type == "cpu" else _GPU_CHUNK
+        weights, gradients = _own(parameter).view(-1), _own(parameter.grad).reshape(-1)
+        chunk = _CHUNK if parameter.device.type == "cpu" else GPU_CHUNK
         for start in range(0, weights.numel(), chunk):
             part = slice(start, min(start + chunk, weights.numel()))
             w, g = weights[part].float(), gradients[part].float()
@@ -136,7 +141,7 @@ class StochasticAdamW(torch.optim.Optimizer):
             ]
             moments = [kind.decode(codes, scales).view(-1)[: len(g)] for kind, codes, scales in stored]
         else:
-            places = [state[name].view(-1)[part] for name in ("exp_avg", "exp_avg_sq")]
+            places = [_own(state[name]).view(-1)[part] for name in ("exp_avg", "exp_avg_sq")]
             moments = [each.float() for each in places]
         m, v = moments[0].lerp_(g, 1 - betas[0]), moments[1].lerp_(g.square_(), 1 - betas[1])
         if self._eight_bit:
@@ -146,6 +151,11 @@ class StochasticAdamW(torch.optim.Optimizer):
             for place, values, draw in zip(places, (m, v), bits, strict=True):
                 place.copy_(round_stochastically(values, draw))
         return m, v
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a sharded tensor, sharing memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:

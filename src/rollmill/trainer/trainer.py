@@ -83,7 +83,7 @@ class Trainer:
         ranks: RankGroup | None = None,
         kept_versions: int = 0,
     ) -> None:
-        self.device = torch.device(device)
+        self.device, config = torch.device(device), config.settled()
         self._ranks = ranks or RankGroup.current()
         if not self._ranks.shards_weights:
             model = model.to(self.device)

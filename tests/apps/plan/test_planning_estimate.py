@@ -12,7 +12,7 @@ from support.tiny import tiny_run
 from support.toys import toy_checkpoint
 
 from rollmill.apps.plan.planning.cluster_costs import read_cluster_model
-from rollmill.apps.plan.planning.estimate import estimate_run, estimate_stage
+from rollmill.apps.plan.planning.estimate import Machine, estimate_run, estimate_stage
 from rollmill.apps.plan.planning.presets import MODEL_SHAPES, planned_model
 from rollmill.cli import main
 from rollmill.config.model import LoRAConfig, ModelConfig
@@ -127,7 +127,7 @@ def test_kept_turns_of_conversations_count() -> None:
         model = read_cluster_model(
             planned_model("llama-3.2-1b", ModelConfig()), StageConfig.model_validate(section), 64, None
         )
-        return estimate_stage(model, torch.device("cpu")).memory["rollout"].parts["cache"]
+        return estimate_stage(model, Machine.here(torch.device("cpu"))).memory["rollout"].parts["cache"]
 
     turns: dict[str, Any] = {"workflow": {"name": "reflection"}}
     assert cache(**turns, engine={"name": "native", "prefix_cache_gb": 0}) == cache()
@@ -138,7 +138,7 @@ def test_kept_turns_of_conversations_count() -> None:
 def test_adapters_take_less(tmp_path: Path) -> None:
     stage = StageConfig.model_validate({"taskset": {"path": "tasks.jsonl"}, "algorithm": {"name": "grpo"}})
     own = ModelConfig(path=tmp_path, lora=LoRAConfig(rank=8))
-    cpu = torch.device("cpu")
+    cpu = Machine.here(torch.device("cpu"))
     alone, adapted = (
         estimate_stage(read_cluster_model(planned_model("llama-3.2-1b", each), stage, 64, None), cpu)
         for each in (ModelConfig(), own)

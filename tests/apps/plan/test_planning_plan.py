@@ -18,13 +18,13 @@ from support.tiny import tiny_run
 from rollmill.apps.plan.command import print_plan
 from rollmill.apps.plan.planning.calibration import Calibration, calibrate
 from rollmill.apps.plan.planning.measurement import MIN_STEPS
-from rollmill.apps.plan.planning.memory import PhaseMemory, too_large
 from rollmill.apps.plan.planning.planner import MachineSpec, plan_stage
 from rollmill.apps.plan.planning.prediction import StepTimeModel, predict_step
 from rollmill.apps.plan.planning.rollouts import draw_groups
 from rollmill.apps.plan.planning.simulation import choose_split, simulation_costs
 from rollmill.cli import main
 from rollmill.config.loader import load_run
+from rollmill.orchestrator.stage_memory import PhaseMemory, too_large
 from rollmill.trackers import read_metrics
 
 GRPO: dict[str, Any] = {

@@ -14,8 +14,8 @@ from rollmill.startup import quick_imports
 if TYPE_CHECKING:
     from rollmill.apps.plan.planning.cluster import ClusterPlan
     from rollmill.apps.plan.planning.estimate import StageEstimate
-    from rollmill.apps.plan.planning.memory import PhaseMemory
     from rollmill.apps.plan.planning.planner import StagePlan
+    from rollmill.orchestrator.stage_memory import PhaseMemory
 
 _GB = 1e9
 
@@ -50,11 +50,14 @@ def command(
 ) -> None:
     """Measure a run file briefly and predict memory, tokens per second, step time and the best split over processes;
     or estimate them, for a model that is large or not here, or for a cluster of GPUs."""
+    one_gpu: str | None = None
     if cluster is not None or gpus is not None:
+        kind, counts = _wanted_gpus(cluster, gpus)
+        one_gpu = kind if counts == [1] else None
+    if one_gpu is None and (cluster is not None or gpus is not None):
         with quick_imports():
             from rollmill.apps.plan.planning.cluster import plan_cluster
 
-        kind, counts = _wanted_gpus(cluster, gpus)
         found = plan_cluster(
             config,
             overrides or [],
@@ -69,6 +72,8 @@ def command(
         else:
             print_clusters(kind, found)
         return
+    if measure and one_gpu is not None:
+        raise typer.BadParameter("a GPU that is not here cannot be measured on", param_hint="--measure")
     if measure and model is not None:
         raise typer.BadParameter("a preset has no weights to measure; set model.path", param_hint="--measure")
     if not measure:
@@ -82,13 +87,14 @@ def command(
             memory_gb=memory_gb,
             prompt_tokens=prompt_tokens,
             mean_tokens=mean_tokens,
+            kind=one_gpu,
         )
         obstacle = next((each.obstacle for each in estimates if each.obstacle), None)
-        if obstacle or model is not None or measure is False:
+        if obstacle or model is not None or measure is False or one_gpu is not None:
             if as_json:
                 print_json({"config": str(config), "estimates": [each.to_json() for each in estimates]})
                 return
-            if obstacle and model is None and measure is None:
+            if obstacle and model is None and measure is None and one_gpu is None:
                 print_line(f"not measured: {obstacle}")
             for estimate in estimates:
                 print_estimate(estimate)
@@ -158,6 +164,10 @@ def print_estimate(found: StageEstimate) -> None:
         f"{found.device} in {found.precision}, for prompts of {found.prompt_tokens} and completions of "
         f"{found.mean_tokens:g} tokens; nothing was loaded"
     )
+    if found.chosen:
+        from rollmill.orchestrator.memory_choice import describe_values
+
+        print_line(f"chosen: {describe_values(found.chosen)}")
     rows = [[phase, *_row(memory), _gb(found.least[phase].total)] for phase, memory in found.memory.items()]
     print_table("Memory in GB", ["phase", "takes", "of which", "with offloading"], rows)
     print_table("Seconds of a step", ["phase", "seconds"], [[name, each] for name, each in found.seconds.items()])

@@ -141,7 +141,7 @@ def offload_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Itera
         if (
             elsewhere
             or "rollout" not in stage_phases(stage)
-            or (stage.trainer.precision != "fp32" and stage.trainer.param_dtype == "fp32")
+            or (stage.trainer.precision != "fp32" and stage.trainer.param_dtype != "bf16")
             or engine_has_process(stage)
         ):
             continue

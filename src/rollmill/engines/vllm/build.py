@@ -27,7 +27,7 @@ _SEEING = {
     "mm_processor_kwargs": {"use_fast": False},  # pixels as in the trainer: resized by Pillow
 }
 """Arguments of vLLM for a vision-language model."""
-_WORK_BYTES = 4 * 2**30
+WORK_BYTES = 4 * 2**30
 """Memory for activations, captured graphs and CUDA's context: an estimate."""
 _MOST = 0.92  # vLLM's default
 
@@ -45,7 +45,7 @@ def build_vllm(
         ConfigError: engine.python is no Python with vLLM; GPUs or sleep mode are configured that are not there.
         ModelError: vLLM cannot load this model's weights.
     """
-    processor = picture_processor(policy.model)
+    section, processor = section.settled(section.cpu_cache_gb), picture_processor(policy.model)
     if any(weight.ndim > 2 for weight in text_model(policy.model).parameters()):
         raise ModelError(
             "engine `vllm` cannot be given this model's weights: it is a mixture of experts, whose weights have other "
@@ -127,7 +127,7 @@ def _gpu_arguments(policy: PolicyModel, section: VLLMEngineConfig, precision: st
     vLLM would ask for 92 %, which a trainer on the same GPU has taken.
     """
     width = 2 if precision == "bf16" else 4
-    needed = width * count_weights(policy.model) + section.cache_gb * 2**30 + _WORK_BYTES
+    needed = width * count_weights(policy.model) + section.cache_gb * 2**30 + WORK_BYTES
     share = math.ceil(100 * needed / torch.cuda.get_device_properties(policy.device).total_memory) / 100
     arguments: dict[str, Any] = {"gpu_memory_utilization": min(_MOST, share)}
     if section.gpus is not None and not any(key.endswith("_parallel_size") for key in section.options):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -49,14 +49,17 @@ def place_weights(module: nn.Module, device: torch.device) -> None:
 def apply_fsdp(model: nn.Module, device: torch.device) -> None:
     """Shards a model in place: each transformer layer, and the rest as the root.
 
-    Every rank calls this with the same model. Gradients are summed over the ranks, not averaged.
+    Every rank calls this with the same model. Gradients are summed over the ranks, not averaged; those
+    of bf16 weights in fp32.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    narrow = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    precision = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
     for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
         place_weights(layer, device)
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
     place_weights(model, device)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

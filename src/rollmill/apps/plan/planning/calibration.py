@@ -105,11 +105,11 @@ def calibrate(loaded: LoadedRun, folder: Path, *, max_tokens: int) -> list[Calib
     for stage in loaded.stages:
         _check_stage(stage)
     _check_placement(loaded.config.placement)
-    policy, tasks, context = prepare_first_stage(loaded, folder)
+    setup, context = prepare_first_stage(loaded, folder)
     try:
         return [
-            asyncio.run(_calibrate_stage(stage, policy, tasks[index], context, index, max_tokens))
-            for index, stage in enumerate(loaded.stages)
+            asyncio.run(_calibrate_stage(stage, setup.policy, setup.tasks[index], context, index, max_tokens))
+            for index, stage in enumerate(setup.loaded.stages)
         ]
     finally:
         close_warm_pools()
@@ -142,7 +142,7 @@ async def _calibrate_stage(
 ) -> Calibration:
     began = time.perf_counter()
     longest = min(stage.rollout.max_new_tokens, max_tokens)
-    batch = groups_per_step(stage)
+    batch = stage.groups_per_step
     samples: list[StepMeasurement] = []
     measured = stage
     for groups in sorted({max(1, batch // share) for share in _SHARES}):
@@ -177,12 +177,6 @@ async def _calibrate_stage(
 def _expected_s(last: StepMeasurement, groups: int) -> float:
     """Expected seconds of the minimum number of steps with this many groups, each with a full training step."""
     return (1 + MIN_STEPS) * (last.seconds["total"] + last.full_s) * groups / last.groups
-
-
-def groups_per_step(stage: StageConfig) -> int:
-    """Groups of a training step: tasks, demonstrations or pairs."""
-    algorithm = stage.algorithm
-    return algorithm.batch if isinstance(algorithm, OfflineAlgorithmOptions) else stage.rollout.batch
 
 
 def _smaller(stage: StageConfig, groups: int, longest: int) -> StageConfig:

@@ -21,13 +21,14 @@ from rollmill.apps.plan.planning.cluster_costs import (
     smallest_explorer,
     trainer_memory,
 )
-from rollmill.apps.plan.planning.gpus import MEMORY_USABLE, GPUKind, gpu_kind
+from rollmill.apps.plan.planning.gpus import gpu_kind
 from rollmill.apps.plan.planning.presets import load_planned_run, planned_model
 from rollmill.apps.plan.planning.simulation import simulate_stage
 from rollmill.apps.plan.simulation.engine import SimulationCosts
 from rollmill.apps.plan.simulation.steps import simulate_steps
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
+from rollmill.models.gpu_kinds import MEMORY_USABLE, GPUKind
 from rollmill.orchestrator.pacing import Pacing
 
 GPU_COUNTS = (8, 64, 512)
@@ -93,7 +94,7 @@ def plan_cluster(
     if wrong := [count for count in counts if count < 2]:
         raise ConfigError(f"--gpus {wrong[0]}: a trainer and an explorer need 2 GPUs at least")
     first = read_cluster_model(planned_model(model, loaded.config.model), stages[0], prompt_tokens, mean_tokens)
-    sizes = [first, *(ClusterModel.like(first, stage, mean_tokens) for stage in stages[1:])]
+    sizes = [first, *(first.like(stage, mean_tokens) for stage in stages[1:])]
     return [plan_stage_on(each, gpu, count) for each in sizes for count in counts]
 
 
@@ -101,13 +102,15 @@ def plan_stage_on(model: ClusterModel, kind: GPUKind, gpus: int) -> ClusterPlan:
     """Plan a stage on so many GPUs."""
     rates = []
     for ranks, explorer, count in _splits(model, kind, gpus):
-        costs = cluster_costs(model, kind, explorer, ranks, seed=0)
+        fitted = model.fitted(kind.memory, ranks)
+        costs = cluster_costs(fitted, kind, explorer, ranks, seed=0)
         pacing = Pacing(model.stage.rollout.batch, model.stage.max_staleness, _ENDLESS)
         steps = _FAST_STEPS + 2 * model.stage.max_staleness
         fast = simulate_stage(costs, pacing, count, steps=steps, max_sequences=explorer.max_sequences)
-        fits = trainer_memory(model, ranks) <= MEMORY_USABLE * kind.memory
-        rates.append(((not fits, fast.step_s()), ranks, explorer, count, costs))
-    (too_large, _), ranks, explorer, count, costs = min(rates, key=lambda each: each[0])
+        memory = trainer_memory(fitted, ranks)
+        fits = memory <= MEMORY_USABLE * kind.memory
+        rates.append(((not fits, fast.step_s()), ranks, explorer, count, costs, memory))
+    (too_large, _), ranks, explorer, count, costs, memory = min(rates, key=lambda each: each[0])
     batch = model.stage.rollout.batch
     size = batch * model.stage.rollout.group_size
     steps = max(_MIN_STEPS, min(_MAX_STEPS, _COMPLETIONS // size)) + model.stage.max_staleness
@@ -126,7 +129,7 @@ def plan_stage_on(model: ClusterModel, kind: GPUKind, gpus: int) -> ClusterPlan:
         done.waits(),
         max(bounds, key=lambda name: bounds[name]),
         bounds,
-        trainer_memory(model, ranks),
+        memory,
         explorer.memory,
         too_large,
     )

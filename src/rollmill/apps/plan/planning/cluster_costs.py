@@ -4,44 +4,35 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
 
 from rollmill.apps.plan.planning.gpus import (
     BANDWIDTH_REACHED,
     FLOPS_REACHED,
     GPUS_PER_NODE,
-    MEMORY_USABLE,
     NETWORK_REACHED,
-    GPUKind,
 )
 from rollmill.apps.plan.simulation.engine import SimulationCosts
-from rollmill.config.hub import fetch_config, parse_reference
-from rollmill.config.model import ModelConfig, NewModelConfig
+from rollmill.config.model import ModelConfig
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
-from rollmill.models.from_scratch import build_new_meta_model
-from rollmill.models.load import PolicyModel, build_meta_model
-from rollmill.models.lora import add_lora
-from rollmill.models.quantization import count_weights, quantize_linears
+from rollmill.models.gpu_kinds import MEMORY_USABLE, GPUKind
+from rollmill.models.load import PolicyModel, build_meta_policy
+from rollmill.models.quantization import count_weights
 from rollmill.models.storage import narrow_weights
 from rollmill.offload.plan import estimate_component_sizes
-from rollmill.trainer.logprobs import CHUNK_LOGITS
+from rollmill.orchestrator.memory_choice import choose_memory, settle_on_cpu
+from rollmill.orchestrator.stage_memory import StageModel, StepTokens
+from rollmill.trainer.step_memory import PolicySizes
 
 _BF16, _FP32 = 2, 4
 _PASS_S = 1e-3
 """Launching the kernels of a decoding pass, sampling included."""
-_ACTIVATIONS = 34
-"""Bytes of activations of a layer per token and unit of width, in bf16 (Korthikanti et al., arXiv:2205.05198)."""
-_OUTPUTS = 4.5
-"""Bytes of activations of a layer per token and output of its linear layers, in bf16: results, norms of them, and
-inputs of norms, as measured. Of models with wide heads or feed-forward layers that is more than the above."""
-_LOGIT = 10
-"""Bytes of a logit of a chunk: logits in bf16, log-probs and probabilities."""
 _SPREAD = 0.8
 """Standard deviation of the logarithm of completions' lengths."""
 _GROUPS, _STEPS_DRAWN, _JITTER = 256, 16, 0.03
@@ -54,15 +45,28 @@ class ClusterModel:
     `prompt` and `mean` are tokens of a prompt and of a completion.
     """
 
-    stage: StageConfig
+    given: StageConfig  #: as the run file has it
+    stage: StageConfig  #: with plain values in its trainer
     model: Any
     prompt: int
     mean: float
 
     @classmethod
-    def like(cls, other: ClusterModel, stage: StageConfig, mean: float | None) -> ClusterModel:
+    def of(cls, stage: StageConfig, model: Any, prompt: int, mean: float | None) -> Self:
+        """A stage with the values that a CPU has, see `fitted`. `mean` None: half of rollout.max_new_tokens."""
+        mean = stage.rollout.max_new_tokens / 2 if mean is None else mean
+        return cls(stage, settle_on_cpu(stage), model, prompt, mean)
+
+    def like(self, stage: StageConfig, mean: float | None) -> Self:
         """The same policy and prompts in another stage of the run."""
-        return cls(stage, other.model, other.prompt, stage.rollout.max_new_tokens / 2 if mean is None else mean)
+        return type(self).of(stage, self.model, self.prompt, mean)
+
+    def fitted(self, memory: float, ranks: int) -> Self:
+        """The stage as the trainer chooses it on so many GPUs of its own, sharded, with explorers on others."""
+        own = {"ranks": ranks, "sharding": "fsdp" if ranks > 1 else "none"}
+        given = self.given.model_copy(update={"trainer": self.given.trainer.model_copy(update=own)})
+        [choice] = choose_memory([given], self.model, memory, [[]])
+        return replace(self, stage=choice.stage, model=choice.model)
 
     @cached_property
     def parameters(self) -> int:
@@ -79,22 +83,15 @@ class ClusterModel:
         rollout = self.stage.rollout
         return rollout.batch * (self.prompt + rollout.group_size * self.mean)
 
-    @property
+    @cached_property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values per token."""
-        config = self.model.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(2 * config.num_hidden_layers * heads * width * _BF16)
+        """Bytes of keys and values per token, in bf16."""
+        return PolicySizes.of(self.model).cache_bytes("bf16")
 
-    def linears(self) -> list[tuple[str, nn.Linear]]:
-        """Linear layers but the output layer and adapters, by name."""
-        head = self.model.get_output_embeddings()
-        return [
-            (name, each)
-            for name, each in self.model.named_modules()
-            if isinstance(each, nn.Linear) and each is not head and "lora_" not in name
-        ]
+    @property
+    def tokens(self) -> StepTokens:
+        """Tokens of a step, as far as the memory of a GPU follows from them."""
+        return StepTokens(self.longest, self.step_tokens)
 
     def lengths(self, seed: int) -> list[list[int]]:
         """Draw the lengths of groups: log-normal around the mean, at most max_new_tokens."""
@@ -110,24 +107,14 @@ class ClusterModel:
 
 
 def read_cluster_model(config: ModelConfig, stage: StageConfig, prompt: int, mean: float | None) -> ClusterModel:
-    """Build the policy without weights, with its adapters. Raises ModelError if its folder holds no causal language
-    model."""
-    if config.path == "new":
-        model = build_new_meta_model(config.new or NewModelConfig())
-    else:
-        reference = parse_reference(str(config.path))
-        folder = config.path if reference is None else fetch_config(reference)
-        model = build_meta_model(folder, trust=config.trust_remote_code, weights=reference is None)
+    """Build the policy without weights, with its adapters, in the type of the stage's weights.
+
+    Raises ModelError if its folder holds no model that can be trained.
+    """
+    model = build_meta_policy(config)
     if stage.trainer.param_dtype == "bf16":
         narrow_weights(model)
-    else:
-        model.float()
-    if config.quantization is not None:
-        quantize_linears(model, config.quantization)
-    if config.lora is not None:
-        with torch.device("meta"):
-            add_lora(model, config.lora, seed=0)
-    return ClusterModel(stage, model, prompt, stage.rollout.max_new_tokens / 2 if mean is None else mean)
+    return ClusterModel.of(stage, model, prompt, mean)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,33 +151,9 @@ def smallest_explorer(model: ClusterModel, kind: GPUKind, *, sequences: int) -> 
 
 def trainer_memory(model: ClusterModel, ranks: int) -> float:
     """Bytes of each rank of a trainer with `trainer.sharding: fsdp`."""
-    policy: Any = PolicyModel(model.model, None, frozenset(), 0, 0, torch.device("cpu"))
-    sizes = estimate_component_sizes(model.stage, policy, "bf16")
-    sharded = sum(size for name, size in sizes.items() if name not in ("cast", "cache", "rewards"))
-    tokens = min(model.stage.trainer.micro_batch_tokens, model.step_tokens / ranks)
-    gathered = 2 * _BF16 * model.parameters / model.model.config.num_hidden_layers
-    return float(sharded / ranks + activation_bytes(model, tokens) + gathered)
-
-
-def activation_bytes(model: ClusterModel, tokens: float) -> float:
-    """Bytes of the activations, logits and temporary gradients of a micro-batch in bf16."""
-    config, trainer = model.model.config, model.stage.trainer
-    head = model.model.get_output_embeddings().weight
-    outputs = sum(each.out_features for _, each in model.linears()) / config.num_hidden_layers
-    layer = max(_ACTIVATIONS * config.hidden_size, _OUTPUTS * outputs)
-    layers = 1 if trainer.gradient_checkpointing else config.num_hidden_layers
-    kept = _BF16 * config.hidden_size * config.num_hidden_layers if trainer.gradient_checkpointing else 0
-    vocabulary = len(head)
-    rows = min(tokens, trainer.logprob_chunk or min(1024, CHUNK_LOGITS // vocabulary))
-    added = head.nbytes if head.requires_grad else 0  # a micro-batch's gradient of the head, before it is added
-    return float(tokens * (layer * layers + kept) + rows * vocabulary * _LOGIT + added)
-
-
-def autocast_bytes(model: ClusterModel) -> float:
-    """Bytes of the copies in bf16 that autocast makes of weights in fp32, and keeps until the backward pass."""
-    head = model.model.get_output_embeddings().weight
-    weights = [head, *(each.weight for _, each in model.linears())]
-    return float(sum(_BF16 * each.numel() for each in weights if each.dtype == torch.float32))
+    own = {"ranks": ranks, "sharding": "fsdp" if ranks > 1 else "none"}
+    stage = model.stage.model_copy(update={"trainer": model.stage.trainer.model_copy(update=own)})
+    return StageModel(stage, model.model, "cuda", "bf16", model.tokens, explorers=[]).memory()[0]["train"].total
 
 
 def cluster_costs(
@@ -229,12 +192,12 @@ def training_s(model: ClusterModel, kind: GPUKind, ranks: int) -> float:
     return max(products, transfers) + optimizer * trainer.epochs_per_batch * trainer.updates_per_batch
 
 
-def trained_passes(stage: StageConfig, sizes: dict[str, int]) -> int:
+def trained_passes(stage: StageConfig, components: Collection[str]) -> int:
     """Products per weight and token of a training step: of the policy, a critic, a reference and a teacher.
 
     Args:
-        sizes: bytes of the stage's components by name.
+        components: names of what the stage has.
     """
     passes = (8 if stage.trainer.gradient_checkpointing else 6) * stage.trainer.epochs_per_batch
-    forward = 2 * sum(name in sizes for name in ("reference", "critic", "teacher"))
-    return passes * (2 if "critic" in sizes else 1) + forward
+    forward = 2 * sum(name in components for name in ("reference", "critic", "teacher"))
+    return passes * (2 if "critic" in components else 1) + forward

@@ -1,14 +1,15 @@
-"""Estimates a run in one process on this machine without building its model: memory by phase, and seconds of a step.
+"""Estimates a run in one process without building its model, on this machine or on one GPU of a kind: memory by phase,
+and seconds of a step.
 
-The model exists on torch's meta device only. Seconds follow from two probes of the device, of a product and of a copy,
-with the shares of both that planning/gpus.py assumes of a GPU.
+The model exists on torch's meta device only. Seconds follow from two probes of this machine's device, of a product and
+of a copy, or from a GPU's data sheet, with the shares of both that planning/gpus.py assumes of a GPU.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -17,34 +18,47 @@ from typing import Any
 import psutil
 import torch
 
-from rollmill.apps.plan.planning.calibration import groups_per_step
-from rollmill.apps.plan.planning.cluster_costs import (
-    ClusterModel,
-    activation_bytes,
-    autocast_bytes,
-    read_cluster_model,
-    trained_passes,
-)
-from rollmill.apps.plan.planning.gpus import BANDWIDTH_REACHED, FLOPS_REACHED
+from rollmill.apps.plan.planning.cluster_costs import ClusterModel, read_cluster_model, trained_passes
+from rollmill.apps.plan.planning.gpus import BANDWIDTH_REACHED, FLOPS_REACHED, gpu_kind
 from rollmill.apps.plan.planning.measurement import MIN_STEPS
-from rollmill.apps.plan.planning.memory import GB, PhaseMemory, too_large
 from rollmill.apps.plan.planning.presets import load_planned_run, planned_model
-from rollmill.config.checks.offload import component_phases, stage_phases
-from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.run import StageConfig
-from rollmill.models.cpu.step_timing import CPU_ROW
-from rollmill.models.load import PolicyModel
-from rollmill.offload.plan import estimate_component_sizes
+from rollmill.models.gpu_kinds import MEMORY_USABLE, nominal_memory
+from rollmill.models.load import build_meta_policy
+from rollmill.offload.plan import GB
+from rollmill.orchestrator.memory_choice import MemoryChoice, choose_memory, explorers_beside
 from rollmill.orchestrator.setup import choose_device
+from rollmill.orchestrator.stage_memory import MemoryByPhase, StageModel, too_large
 
 _MEASURED_SHARE = 1 / 8 + 1 / 4  # of a batch: the sizes that a measurement always makes
 _PATIENCE_S = 120.0
-_PROCESS = 900_000_000
-"""Python with its libraries and a tokenizer, and what the heap keeps between blocks in use; on a GPU, the context of
-CUDA and the libraries' workspaces."""
-_SAMPLED_LOGIT = 12
-"""Bytes of a logit of a decoding step: logits and probabilities in fp32, and their sums."""
+_FP32_RATE = 1 / 15  # of a GPU's products in bf16
 _PROBE_WIDTH, _PROBE_BYTES, _PROBE_S = 1024, 1 << 26, 0.1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device that a stage is estimated for: this machine's, or a GPU of a kind that is not here."""
+
+    device: str  #: cpu or cuda
+    name: str  #: for the user
+    total: float  #: bytes; of a GPU those of its data sheet
+    free: float  #: of these, what nothing uses now
+    products: Callable[[str], float]  #: floating-point operations per second in a precision
+    copies: Callable[[], float]  #: bytes per second of its memory
+
+    @classmethod
+    def here(cls, device: torch.device) -> Machine:
+        total, free = _memory_of(device)
+        products = lambda precision: _products_per_second(device, precision)  # noqa: E731
+        return cls(device.type, device.type, total, free, products, lambda: _bytes_per_second(device))
+
+    @classmethod
+    def of_kind(cls, name: str) -> Machine:
+        """Raises ConfigError for an unknown kind of GPU."""
+        kind = gpu_kind(name)
+        rates = {"bf16": kind.flops, "fp32": _FP32_RATE * kind.flops}
+        return cls("cuda", f"one {name}", kind.memory, kind.memory, rates.__getitem__, lambda: kind.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -58,12 +72,13 @@ class StageEstimate:
     trained: int  #: parameters that learn; fewer with LoRA
     prompt_tokens: int  #: assumed
     mean_tokens: float  #: of a completion, assumed
-    memory: dict[str, PhaseMemory]  #: by phase, without offloading
-    least: dict[str, PhaseMemory]  #: with everything offloaded that a phase does not need
-    limit: float  #: memory of the device
-    free: float  #: of it, what nothing uses now
+    memory: MemoryByPhase  #: without offloading
+    least: MemoryByPhase  #: with everything offloaded that a phase does not need
+    limit: float  #: memory of the device that may be used
+    free: float  #: memory of the device that nothing uses now
     seconds: dict[str, float]
     too_large: list[str]
+    chosen: Mapping[str, Any]  #: values of the keys that decide on memory; {} on a CPU, where nothing is chosen
 
     @property
     def obstacle(self) -> str | None:
@@ -93,6 +108,7 @@ def estimate_run(
     memory_gb: float | None = None,
     prompt_tokens: int,
     mean_tokens: float | None = None,
+    kind: str | None = None,
 ) -> list[StageEstimate]:
     """Estimates every stage of a run. Needs the memory of no weights and a few seconds, whatever the model's size.
 
@@ -100,98 +116,64 @@ def estimate_run(
         path: the run file; with `model` its files need not be here yet.
         overrides: `section.key=value` strings.
         model: a preset or a folder instead of the run file's model.
-        memory_gb: memory of the device; default: this machine's.
+        memory_gb: memory of the device; default: this machine's, or that of the kind.
         prompt_tokens: tokens of a prompt.
         mean_tokens: mean tokens of a completion; None: half of rollout.max_new_tokens.
+        kind: a kind of GPU that is not here; None: the device of the run on this machine.
 
     Raises:
-        ConfigError: the run file is wrong, or the model is unknown.
+        ConfigError: the run file is wrong, or the model or the kind is unknown.
         ModelError: the model's folder holds no causal language model.
     """
     loaded = load_planned_run(path, overrides, model)
-    config, device = planned_model(model, loaded.config.model), choose_device(loaded.config.device)
-    sizes = [read_cluster_model(config, stage, prompt_tokens, mean_tokens) for stage in loaded.stages[:1]]
-    sizes += [ClusterModel.like(sizes[0], stage, mean_tokens) for stage in loaded.stages[1:]]
-    return [estimate_stage(each, device, memory_gb) for each in sizes]
+    config = planned_model(model, loaded.config.model)
+    machine = Machine.here(choose_device(loaded.config.device)) if kind is None else Machine.of_kind(kind)
+    if machine.device == "cpu":
+        first = read_cluster_model(config, loaded.stages[0], prompt_tokens, mean_tokens)
+        sizes = [first, *(first.like(stage, mean_tokens) for stage in loaded.stages[1:])]
+        return [estimate_stage(each, machine, memory_gb) for each in sizes]
+    memory = machine.total if memory_gb is None else memory_gb * GB
+    beside = explorers_beside(loaded.config, loaded.stages)
+    choices = choose_memory(loaded.stages, build_meta_policy(config), memory, beside)
+    return [
+        estimate_stage(ClusterModel.of(each.stage, each.model, prompt_tokens, mean_tokens), machine, memory_gb, each)
+        for each in choices
+    ]
 
 
-def estimate_stage(model: ClusterModel, device: torch.device, memory_gb: float | None = None) -> StageEstimate:
-    """Estimates a stage in one process on a device."""
+def estimate_stage(
+    model: ClusterModel, machine: Machine, memory_gb: float | None = None, choice: MemoryChoice | None = None
+) -> StageEstimate:
+    """Estimates a stage in one process on a device; on a GPU with the choice that a run would make there."""
     stage = model.stage
-    rates = {name: _products_per_second(device, name) for name in _precisions(stage, device)}
+    rates = {name: machine.products(name) for name in _precisions(stage, machine.device)}
     precision = max(rates, key=lambda name: rates[name])
-    policy: Any = PolicyModel(model.model, None, frozenset(), 0, 0, device)
-    sizes = estimate_component_sizes(stage, policy, precision)
-    needs = component_phases(stage) | {"gradients": frozenset({"train"})}
-    completions = groups_per_step(stage) * stage.rollout.group_size
-    together = min(completions, stage.rollout.max_sequences)
-    memory: dict[str, PhaseMemory] = {}
-    least: dict[str, PhaseMemory] = {}
-    for phase in stage_phases(stage):
-        here = {name: float(size) for name, size in sizes.items() if name != "gradients" or phase == "train"}
-        if stage.algorithm.uses_rollouts and "cache" in here:
-            of_completion = model.longest * model.cache_bytes * (1 if precision == "bf16" else 2)
-            here["cache"] = float(together * of_completion)
-            if isinstance(stage.engine, NativeEngineConfig) and any(not each.single_turn for each in stage.workflows):
-                here["cache"] += min(stage.engine.prefix_cache_gb * 2**30, completions * of_completion)
-        work = _work_bytes(model, phase, precision, device, sizes["gradients"])
-        always = {"work": work, "process": float(_PROCESS)}
-        memory[phase] = PhaseMemory({name: size for name, size in (here | always).items() if size > 0})
-        kept = {name: size for name, size in here.items() if phase in needs.get(name, ())}
-        least[phase] = PhaseMemory({name: size for name, size in (kept | always).items() if size > 0})
-    total, free = _memory_of(device)
-    limit = total if memory_gb is None else memory_gb * GB
-    problems = list(too_large(stage, memory if stage.offload is None else least, least, limit))
-    seconds = _seconds(model, sizes, rates[precision], _bytes_per_second(device), precision)
-    trained = sum(each.numel() for each in model.model.parameters() if each.requires_grad)
+    sized = StageModel(stage, model.model, machine.device, precision, model.tokens)
+    cache_gb: Any = getattr(stage.engine, "cache_gb", "auto")
+    memory, least = sized.memory(None if cache_gb == "auto" else cache_gb * 2**30)
+    total = machine.total if memory_gb is None else memory_gb * GB
+    limit = total if machine.device == "cpu" else MEMORY_USABLE * total
+    problems = too_large(stage, memory if stage.offload is None else least, least, limit)
     return StageEstimate(
-        stage.name,
-        device.type,
-        precision,
-        model.parameters,
-        trained,
-        model.prompt,
-        model.mean,
-        memory,
-        least,
-        limit,
-        free,
-        seconds,
-        problems,
+        stage=stage.name,
+        device=machine.name,
+        precision=precision,
+        parameters=model.parameters,
+        trained=sum(each.numel() for each in model.model.parameters() if each.requires_grad),
+        prompt_tokens=model.prompt,
+        mean_tokens=model.mean,
+        memory=memory,
+        least=least,
+        limit=limit,
+        free=machine.free,
+        seconds=_seconds(model, sized.components(), rates[precision], machine.copies(), precision),
+        too_large=list(problems if choice is None else choice.problems),
+        chosen={} if choice is None else choice.values,
     )
 
 
-def _work_bytes(model: ClusterModel, phase: str, precision: str, device: torch.device, gradients: int) -> float:
-    """Bytes of what a phase computes with and then frees, at its peak.
-
-    In an update's first micro-batch the gradients come to be while the activations go; only the activations of a later
-    one exist beside all gradients. A CPU that has AVX-512 without products of bf16 sums a gradient of a weight in fp32,
-    in memory of its own.
-    """
-    rollout, trainer = model.stage.rollout, model.stage.trainer
-    if phase == "rollout":
-        rows = min(groups_per_step(model.stage) * rollout.group_size, rollout.max_sequences)
-        return float(_SAMPLED_LOGIT * rows * len(model.model.get_output_embeddings().weight))
-    if phase != "train":
-        return 0.0
-    limit = min(trainer.micro_batch_tokens, CPU_ROW) if device.type == "cpu" else trainer.micro_batch_tokens
-    weights = [model.model.get_output_embeddings().weight, *(each.weight for _, each in model.linears())]
-    sums = max((4 * each.numel() for each in weights if each.requires_grad), default=0)
-    if device.type != "cpu" or not torch.cpu._is_avx512_supported() or torch.cpu._is_avx512_bf16_supported():
-        sums = 0
-
-    def work(tokens: float) -> float:
-        if precision == "bf16":
-            return activation_bytes(model, tokens) + autocast_bytes(model) + sums
-        return 2 * activation_bytes(model, tokens)
-
-    first = min(model.step_tokens, limit)
-    second = min(model.step_tokens - first, limit)
-    return max(work(first) - gradients, work(second) if second else 0.0)
-
-
 def _seconds(
-    model: ClusterModel, sizes: dict[str, int], products: float, copies: float, precision: str
+    model: ClusterModel, components: Mapping[str, float], products: float, copies: float, precision: str
 ) -> dict[str, float]:
     """Seconds of each phase of a step, at the rates that are reached."""
     stage = model.stage
@@ -208,23 +190,21 @@ def _seconds(
         passes = rounds * min(rollout.max_new_tokens, 2 * model.mean)
         computed = 2 * model.parameters * (completions * model.mean + rollout.batch * model.prompt)
         found["rollout"] = computed / flops + (passes * weights + cache_bytes) / read
-    tokens = (
-        model.step_tokens if stage.algorithm.uses_rollouts else groups_per_step(stage) * (model.prompt + model.mean)
-    )
-    found["train"] = trained_passes(stage, sizes) * model.parameters * tokens / flops
+    tokens = model.step_tokens if stage.algorithm.uses_rollouts else stage.groups_per_step * (model.prompt + model.mean)
+    found["train"] = trained_passes(stage, components) * model.parameters * tokens / flops
     return found | {"total": sum(found.values())}
 
 
-def _precisions(stage: StageConfig, device: torch.device) -> list[str]:
+def _precisions(stage: StageConfig, device: str) -> list[str]:
     chosen = stage.trainer.precision
-    return [chosen] if chosen != "auto" else ["bf16"] if device.type == "cuda" else ["fp32", "bf16"]
+    return [chosen] if chosen != "auto" else ["bf16"] if device == "cuda" else ["fp32", "bf16"]
 
 
 def _memory_of(device: torch.device) -> tuple[float, float]:
     """Bytes of the device: all, and free ones."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return float(total), float(free)
+        return nominal_memory(torch.cuda.get_device_name(device), float(total)), float(free)
     memory = psutil.virtual_memory()
     return float(memory.total), float(memory.available)
 

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-from rollmill.apps.plan.planning.calibration import PAST_COPIES, Calibration, groups_per_step
+from rollmill.apps.plan.planning.calibration import PAST_COPIES, Calibration
 from rollmill.apps.plan.planning.measurement import StepMeasurement
 from rollmill.apps.plan.planning.rollouts import GroupLengths, fit_line, reserved_cache_tokens
-from rollmill.config.checks.offload import component_phases, stage_phases, unused_offload_keys
-from rollmill.config.run import StageConfig
+from rollmill.config.checks.offload import component_phases, stage_phases
 from rollmill.models.cpu.step_timing import CPU_ROW
+from rollmill.orchestrator.stage_memory import MemoryByPhase, PhaseMemory
 
 _GRADIENTS, _CACHE = "gradients", "cache"
 _TRAINED = ("policy", "optimizer", _GRADIENTS, "critic", "critic_optimizer", "reference")
 """Components that every rank has, and that shards split."""
 _ROLLS_OUT = ("policy", "cast", "rewards")
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseMemory:
-    """Peak memory of a phase, in bytes."""
-
-    parts: dict[str, float]  #: components, `cache`, `work` (activations and the like) and `process`
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-
-MemoryByPhase = dict[str, PhaseMemory]
 
 
 class MemoryModel:
@@ -128,9 +113,9 @@ class MemoryModel:
     def _run_measure(self, phase: str) -> float:
         stage, samples = self._stage, self._found.samples
         if phase == "rollout":
-            return min(groups_per_step(stage) * stage.rollout.group_size, stage.rollout.max_sequences)
+            return min(stage.groups_per_step * stage.rollout.group_size, stage.rollout.max_sequences)
         per_group = sum(sample.trained for sample in samples) / sum(sample.groups for sample in samples)
-        return self._row(groups_per_step(stage) * per_group, max(sample.largest for sample in samples))
+        return self._row(stage.groups_per_step * per_group, max(sample.largest for sample in samples))
 
     def _row(self, tokens: float, largest: float) -> float:
         """Tokens of the longest micro-batch; a group is split only if it is longer than a micro-batch."""
@@ -141,43 +126,3 @@ class MemoryModel:
 
 def _groups_of(sample: StepMeasurement) -> list[GroupLengths]:
     return [GroupLengths(prompt, lengths) for prompt, lengths in zip(sample.prompts, sample.lengths, strict=True)]
-
-
-GB = 1e9
-
-
-def too_large(stage: StageConfig, phases: MemoryByPhase, least: MemoryByPhase, limit: float) -> Iterator[str]:
-    """Yields a sentence for each phase that takes more than `limit` bytes, with the keys that would reduce it.
-
-    Args:
-        phases: memory as configured.
-        least: memory with everything offloaded that a phase does not need.
-    """
-    for phase, memory in phases.items():
-        if memory.total <= limit:
-            continue
-        remedies = list(_remedies(stage, phase, memory, least[phase], limit))
-        yield (
-            f"stage {stage.name}: phase `{phase}` takes {memory.total / GB:.3g} GB of {limit / GB:.3g} GB "
-            f"({_largest(memory)}): {'; or '.join(remedies)}"
-        )
-
-
-def _remedies(stage: StageConfig, phase: str, memory: PhaseMemory, least: PhaseMemory, limit: float) -> Iterator[str]:
-    honoured = ("offload",) not in unused_offload_keys(stage)
-    if stage.offload is None and honoured and least.total <= limit:
-        yield f"offload: {{budget_gb: {limit / GB:.3g}}} leaves {least.total / GB:.3g} GB"
-    over = memory.total - limit
-    if phase == "rollout" and memory.parts.get("cache", 0.0) + memory.parts.get("work", 0.0) > over:
-        yield f"lower rollout.max_sequences ({stage.rollout.max_sequences}) or rollout.max_new_tokens"
-    if phase != "rollout" and memory.parts.get("work", 0.0) > over:
-        checkpointing = "" if stage.trainer.gradient_checkpointing else ", or set trainer.gradient_checkpointing"
-        yield f"lower trainer.micro_batch_tokens ({stage.trainer.micro_batch_tokens}){checkpointing}"
-    if phase == "train" and stage.trainer.sharding == "none":
-        yield "trainer.sharding: fsdp with more trainer.ranks, each on a device of its own"
-    yield "a smaller model, or model.lora"
-
-
-def _largest(memory: PhaseMemory) -> str:
-    parts = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
-    return ", ".join(f"{name.replace('_', ' ')} {size / GB:.3g}" for name, size in parts)

@@ -13,12 +13,14 @@ import psutil
 import torch
 
 from rollmill.apps.plan.planning.calibration import Calibration, calibrate
-from rollmill.apps.plan.planning.memory import GB, MemoryByPhase, MemoryModel, PhaseMemory, too_large
+from rollmill.apps.plan.planning.memory import MemoryModel
 from rollmill.apps.plan.planning.prediction import StepPrediction, StepTimeModel, predict_step
 from rollmill.apps.plan.planning.rollouts import draw_groups
 from rollmill.apps.plan.planning.simulation import ProcessSplit, choose_split, enumerate_splits
 from rollmill.config.loader import load_run
 from rollmill.config.run import StageConfig
+from rollmill.offload.plan import GB
+from rollmill.orchestrator.stage_memory import MemoryByPhase, PhaseMemory, too_large
 
 DEFAULT_TOKENS = 512
 

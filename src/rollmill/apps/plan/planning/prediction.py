@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollmill.apps.plan.planning.calibration import Calibration, groups_per_step
+from rollmill.apps.plan.planning.calibration import Calibration
 from rollmill.apps.plan.planning.measurement import StepMeasurement
 from rollmill.apps.plan.planning.rollouts import EngineStepCosts, GroupLengths, draw_groups, fit_line
 from rollmill.config.workflows import SingleTurnWorkflow
@@ -92,7 +92,7 @@ class StepTimeModel:
 def predict_step(model: StepTimeModel) -> StepPrediction:
     """Predicts a step of the stage."""
     found = model.found
-    stage, groups = found.stage, groups_per_step(found.stage)
+    stage, groups = found.stage, found.stage.groups_per_step
     seconds, drawn = {}, []
     if found.rolls_out:
         drawn = [draw_groups(found, groups, seed) for seed in range(_DRAWS)]
