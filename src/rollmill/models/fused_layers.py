@@ -109,7 +109,7 @@ class _Layer:
         self._gate_up.refresh()
         if self._q_norm is not None:
             q, k = self._q_norm.weight, self._k_norm.weight
-            self._qk_weight = torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
+            self._qk_weight = _joined((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)), self._qk_weight)
 
     def destroy(self) -> None:
         self._qkv.destroy()
@@ -142,9 +142,9 @@ class _Joined:
     def refresh(self) -> None:
         if not self._copies:
             return
-        self._weight = torch.cat([each.weight for each in self._linears])
+        self._weight = _joined([each.weight for each in self._linears], self._weight)
         if self._linears[0].bias is not None:
-            self._bias = torch.cat([each.bias for each in self._linears])
+            self._bias = _joined([each.bias for each in self._linears], self._bias)
 
     def destroy(self) -> None:
         self._weight = self._bias = None
@@ -221,6 +221,11 @@ def _inputs(layer: Any) -> Iterator[Any]:
 
 def _linears(layer: Any) -> Iterator[Any]:
     yield from (*_inputs(layer), layer.self_attn.o_proj, layer.mlp.down_proj)
+
+
+def _joined(parts: Sequence[Tensor], into: Tensor | None) -> Tensor:
+    """Copies of tensors as one, in the place of earlier ones: a captured graph reads them by address."""
+    return torch.cat(tuple(parts)) if into is None else torch.cat(tuple(parts), out=into)
 
 
 def _rms_norm(hidden: Tensor, norm: Any) -> Tensor:

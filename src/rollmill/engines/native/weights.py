@@ -61,7 +61,8 @@ class EngineWeights:
         """Update the copy, if there is one and it is stale."""
         if self._stale:
             for twin in self._twins():
-                twin.untyped_storage().resize_(twin.nbytes)
+                if twin.untyped_storage().nbytes() != twin.nbytes:  # a GPU would move it in any case
+                    twin.untyped_storage().resize_(twin.nbytes)
             if self._copies:
                 torch._foreach_copy_([twin for twin, _ in self._copies], [own for _, own in self._copies])
             for twin, merge in self._merged:
