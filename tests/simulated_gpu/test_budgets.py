@@ -19,6 +19,7 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine, decoder, model_runner
+from rollmill.models import fused_layers
 from rollmill.models.transfers import to_device, to_host
 from rollmill.trainer import Trainer
 from rollmill.trainer.batch import build_token_table
@@ -26,7 +27,7 @@ from rollmill.types import Experience, experience_from_completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("simulated")]
 
-KERNELS_A_LAYER, KERNELS_BESIDE = 55, 25
+KERNELS_A_LAYER, KERNELS_BESIDE = 21, 5  # up to five of them are attention
 TRANSFERS_OF_A_STEP = {False: 2, True: 3}  # with top-p the host looks whether the 512 likeliest tokens hold enough
 CAPTURES = 0.01  # of decode steps, where rows come and go
 TRANSFERS_OF_TRAINING = {"grpo": (35, 3), "ppo": (60, 7)}  # a step, and each micro-batch after the first
@@ -83,7 +84,10 @@ def cohort(groups: int = 8, length: int = 40, **sampling: Any) -> list[Generatio
     return [GenerationRequest(prompt, chosen, n=8, seed=seed) for seed, prompt in enumerate(prompts)]
 
 
-def test_kernels_of_a_captured_decode_step(counted: Counted) -> None:
+@pytest.mark.parametrize("copied", [True, False], ids=["small weights", "large weights"])
+def test_kernels_of_a_captured_decode_step(counted: Counted, copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with one input are one product, by a copy of small weights, or as their casts lie side by side."""
+    monkeypatch.setattr(fused_layers, "COPIED_BYTES", 1 << 26 if copied else 0)
     generate(engine(layers=2), cohort())
     two = counted.kernels[-1]
     generate(engine(layers=4), cohort())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.models.cpu.int8 import Int8Linear, int8_linears, require_int8_products
+from rollmill.models.fused_layers import INPUT_LAYERS
 from rollmill.models.lora import adapted_layers, copy_without_adapters, merged_weight, merges_adapters
 from rollmill.models.recurrent import recurrent_layers
 
@@ -35,10 +36,14 @@ class EngineWeights:
             self._in_8_bits = {id(layer.weight) for layer in int8_linears(trained).values()}
         merges = bool(adapted_layers(trained)) and merges_adapters(trained)
         own = not int8 and not adapted_layers(trained) and all(p.dtype == dtype for p in trained.parameters())
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of the copy, with their sizes
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._merged: list[tuple[Tensor, Callable[[], Tensor]]] = []
         self.model = trained if own else self._twin(trained, dtype, merges)
         self._stale = not own
+        for twin in (*(twin for twin, _ in self._copies), *(twin for twin, _ in self._merged)):
+            storage = twin.untyped_storage()
+            self._storages[storage.data_ptr()] = storage, storage.nbytes()
 
     def updated(self) -> None:
         """Report that the trained parameters changed."""
@@ -46,12 +51,13 @@ class EngineWeights:
 
     def bytes(self) -> int:
         """Bytes of the copy, besides the trained parameters."""
-        return sum(twin.untyped_storage().nbytes() for twin in self._twins()) + sum(each.nbytes for each in self._int8)
+        cast = sum(storage.nbytes() for storage, _ in self._storages.values())
+        return cast + sum(each.nbytes for each in self._int8)
 
     def destroy(self) -> None:
         """Free the copy's memory; `refresh` allocates it again."""
-        for twin in self._twins():
-            twin.untyped_storage().resize_(0)
+        for storage, _ in self._storages.values():
+            storage.resize_(0)
         for layer in self._int8:
             layer.unload()
         self.updated()
@@ -60,9 +66,9 @@ class EngineWeights:
     def refresh(self) -> None:
         """Update the copy, if there is one and it is stale."""
         if self._stale:
-            for twin in self._twins():
-                if twin.untyped_storage().nbytes() != twin.nbytes:  # a GPU would move it in any case
-                    twin.untyped_storage().resize_(twin.nbytes)
+            for storage, size in self._storages.values():
+                if storage.nbytes() != size:  # a GPU would move it in any case
+                    storage.resize_(size)
             if self._copies:
                 torch._foreach_copy_([twin for twin, _ in self._copies], [own for _, own in self._copies])
             for twin, merge in self._merged:
@@ -70,9 +76,6 @@ class EngineWeights:
             for layer in self._int8:
                 layer.load()
             self._stale = False
-
-    def _twins(self) -> list[Tensor]:
-        return [twin for twin, _ in (*self._copies, *self._merged)]
 
     def _twin(self, model: nn.Module, dtype: torch.dtype, merges: bool) -> nn.Module:
         """Copy the modules, without adapters if these are merged; tied parameters stay tied."""
@@ -83,6 +86,7 @@ class EngineWeights:
             own = [each for each in recurrent.buffers() if id(each) in saved and each.is_floating_point()]
             memo |= {id(buffer): buffer.to(dtype) for buffer in own}
         sources: dict[int, Callable[[], Tensor]] = {}  # of the twins that are rounded to 8 bits
+        together = _allocate_side_by_side(model, dtype)
         for name, parameter in model.named_parameters():
             layer = layers.get(id(parameter))
             if id(parameter) in self._in_8_bits:
@@ -94,7 +98,9 @@ class EngineWeights:
             if merges if ".lora_" in name else layer is None and same:
                 memo[id(parameter)] = parameter
                 continue
-            twin = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False)
+            place = together.get(id(parameter))
+            place = torch.empty_like(parameter, dtype=dtype) if place is None else place
+            twin = nn.Parameter(place, requires_grad=False)
             memo[id(parameter)] = twin
             if layer is None:
                 self._copies.append((twin.data, parameter))
@@ -109,6 +115,23 @@ class EngineWeights:
                 setattr(twin_model.get_submodule(parent), child, rounded)
                 self._int8.append(rounded)
         return twin_model.eval()
+
+
+def _allocate_side_by_side(model: nn.Module, dtype: torch.dtype) -> dict[int, Tensor]:
+    """Memory for casts of layers with the same input, by the id of their weight: a GPU multiplies with them at once."""
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        for names in INPUT_LAYERS:
+            layers = [getattr(module, name, None) for name in names]
+            weights = [getattr(getattr(layer, "base_layer", layer), "weight", None) for layer in layers]
+            parts = [
+                each for each in weights if isinstance(each, nn.Parameter) and each.is_cuda and each.dtype != dtype
+            ]
+            if len(parts) == len(names) and len({(each.dim(), each.shape[-1]) for each in parts}) == 1:
+                rows = [len(each) for each in parts]
+                room = parts[0].data.new_empty(sum(rows), *parts[0].shape[1:], dtype=dtype)
+                found |= {id(each): part for each, part in zip(parts, room.split(rows), strict=True)}
+    return found
 
 
 def _data_of(parameter: Tensor) -> Callable[[], Tensor]:
