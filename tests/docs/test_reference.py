@@ -26,6 +26,7 @@ name: documented
 model: {new: {hidden_size: 32, layers: 1, heads: 2, kv_heads: 1, context: 48, tokenizer: {kind: char}}}
 taskset: {function: "rollmill.quickstart.addition:rows", options: {size: 6, digits: 1}}
 rewards: [{name: format, pattern: "[0-4]"}]
+engine: {name: native, cache_gb: 0.1}
 rollout:
   {batch: 3, group_size: 2, max_new_tokens: 4, reuse: {top: 30}, ngram_draft: {length: 1},
    repetition: {times: 2, tokens: 2}}

@@ -15,7 +15,7 @@ from support.toys import toy_model, toy_tokenizer
 
 from rollmill.config.rollout import NgramConfig, SamplingConfig
 from rollmill.engines.base import CompletionPrefix, Draft, GenerationRequest, SampledToken
-from rollmill.engines.native import NativeEngine, draft_verifier, model_runner
+from rollmill.engines.native import NativeEngine, decoder, draft_verifier
 from rollmill.engines.native.decode import DecodeContext
 from rollmill.types import Completion, DraftUse, StopReason
 
@@ -322,7 +322,7 @@ def test_decode_steps_of_fixed_shapes_follow_guesses(monkeypatch: pytest.MonkeyP
     sampling = SamplingConfig(temperature=0.4, max_new_tokens=60)
     guessing = sampling.model_copy(update={"ngram_draft": NgramConfig(length=2, tokens=8)})
     expected = flat(ask(engine_of(model_of()), requests_of(sampling)))
-    monkeypatch.setattr(model_runner, "DecodeContext", fixed)
+    monkeypatch.setattr(decoder, "DecodeContext", fixed)
     engine = engine_of(model_of())
     found = flat(ask(engine, requests_of(guessing)))
     assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in expected]

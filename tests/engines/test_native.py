@@ -17,7 +17,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import GenerationRequest
-from rollmill.engines.native import NativeEngine, decode, kv_cache, model_runner
+from rollmill.engines.native import NativeEngine, decode, decoder, kv_cache
 from rollmill.errors import EngineError
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.engine import build_engine
@@ -385,9 +385,9 @@ def test_fixed_shapes_give_the_same_completions(architecture: str, monkeypatch: 
     requests = [GenerationRequest(p, sampling, n=3, seed=i) for i, p in enumerate(prompts_of((3, 20, 7, 33)))]
     eos = frozenset([11, 12, 13])
     exact = serve(engine_of(model, eos_ids=eos), requests, [0, 0, 6, 12])
-    monkeypatch.setattr(model_runner, "GraphedStep", StepWithoutCapture)
+    monkeypatch.setattr(decoder, "GraphedStep", StepWithoutCapture)
     engine = engine_of(model, eos_ids=eos)
-    engine.core._runner._graphs, engine.core._runner.slack = True, 0.25
+    engine.core._runner.decoder.captures, engine.core._runner.decoder.slack = True, 0.25
     fixed = serve(engine, requests, [0, 0, 6, 12])
     assert StepWithoutCapture.calls > 0
     for a, b in zip((c for g in exact for c in g), (c for g in fixed for c in g), strict=True):
@@ -401,14 +401,13 @@ class StepWithoutCapture:
 
     calls = 0
 
-    def __init__(self, forward: Any, context: Any) -> None:
+    def __init__(self, forward: Any, context: Any, beside: Any) -> None:
         assert not context.exact
         self._forward, self._context = forward, context
         forward(context, torch.zeros(1, len(context.positions_B), dtype=torch.int64), context.positions_B[None], 0)
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         StepWithoutCapture.calls += 1
-        self._context.forget_masks()
         return self._forward(self._context, tokens, self._context.positions_B[None], 0)
 
 
@@ -454,9 +453,9 @@ def test_storage_moves_only_under_a_new_context_and_prompts_wait_for_room(monkey
             most = max(most, sum(len(piece.bucket.entries) for piece in self._context.prompts))
             return super().__call__(tokens)
 
-    monkeypatch.setattr(model_runner, "GraphedStep", Watched)
+    monkeypatch.setattr(decoder, "GraphedStep", Watched)
     engine = engine_of(toy_model("qwen3", vocab_size=VOCAB), max_sequences=16, prefill_tokens=2048)
-    engine.core._runner._graphs, engine.core._runner.slack = True, 0.25
+    engine.core._runner.decoder.captures, engine.core._runner.decoder.slack = True, 0.25
     requests = [
         GenerationRequest(p, SamplingConfig(max_new_tokens=20), n=8, seed=i)
         for i, p in enumerate(prompts_of((9,) * 32))

@@ -11,7 +11,7 @@ import pytest
 from support.engine_gaps import rolled_out, trained_gaps
 
 from bench.tiny_architectures import VOCABULARY, tiny_model
-from rollmill.engines.native.model_runner import CAPTURE_AFTER
+from rollmill.engines.native.decoder import CAPTURE_AFTER
 from rollmill.models.from_scratch import silence_transformers
 from rollmill.models.recurrent import recurrent_layers
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.engine_gaps import rolled_out, trained_gaps
@@ -14,11 +16,18 @@ from support.simulated_cuda.trace import Trace
 from support.toys import toy_model
 
 from bench.tiny_architectures import VOCABULARY, tiny_model
+from rollmill.config.rollout import SamplingConfig
+from rollmill.engines.base import GenerationRequest
+from rollmill.engines.native import NativeEngine, paged_cache
+from rollmill.engines.native.decoder import CAPTURE_AFTER
+from rollmill.engines.native.paged_cache import PagedCache
 from rollmill.models import attention
+from rollmill.types import Completion, Experience, experience_from_completion
 
 pytestmark = pytest.mark.gpu
 
 SIMULATED = os.environ.get("SIMULATED_CUDA") == "1"
+GAP = 0.08  # of a completion's mean log-prob, in nats: engine and trainer both compute in bf16
 TRUNCATED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
 
 
@@ -44,6 +53,120 @@ def test_a_model_that_waits_for_the_device_is_decoded_without_captures(caplog: p
     assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in expected]
     assert (counts["decode_replays"], counts["decode_captures"]) == (0, 1)  # tried once
     assert "cannot be captured" in caplog.text
+
+
+async def all_of(engine: NativeEngine, requests: list[GenerationRequest]) -> list[list[Completion]]:
+    return await asyncio.gather(*map(engine.generate, requests))
+
+
+def experiences_of(groups: list[list[Completion]]) -> list[Experience]:
+    found = []
+    for group, completions in enumerate(groups):
+        for each in completions:
+            name = {"id": f"{group}/{each.index}", "task_id": f"t{group}", "group": str(group), "prompt": "p"}
+            found.append(experience_from_completion(each, **name, temperature=1.0))
+    return found
+
+
+def in_pages(model: Any, **options: Any) -> tuple[list[Experience], NativeEngine]:
+    """Completions in bf16 whose tokens lie in up to three pages; more rows than start at once, and one alone."""
+    engine = NativeEngine(model, context=1024, prefill_tokens=200, max_sequences=7, **options)
+    engine.weights_updated(0)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 129, length).tolist() for length in (250, 512, 30, 509, 256)]
+    requests = [
+        GenerationRequest(prompt, SamplingConfig(max_new_tokens=12 + 9 * seed), n=n, seed=seed)
+        for seed, (prompt, n) in enumerate(zip(prompts, (3, 2, 3, 1, 3), strict=True))
+    ]
+    found = experiences_of(asyncio.run(all_of(engine, requests)))
+    assert engine.core.cached_entries == engine.core._cache.used == 0
+    return found, engine
+
+
+def largest_gap(model: Any, experiences: list[Experience]) -> float:
+    """Of the completions' mean differences between the trainer's log-probs and the engine's."""
+    gaps, at, means = trained_gaps(model, experiences), 0, []
+    for each in experiences:
+        means.append(float(gaps[at : at + int(each.action_mask.sum())].mean()))
+        at += int(each.action_mask.sum())
+    assert at == len(gaps)
+    return max(means)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_key_value_heads": 4}], ids=["shared heads", "own heads"])
+def test_completions_in_pages(sizes: dict[str, Any]) -> None:
+    model = toy_model("qwen3", max_position_embeddings=1024, **sizes).cuda()
+    experiences, engine = in_pages(model, dtype=torch.bfloat16)
+    assert isinstance(engine.core._cache, PagedCache)
+    counts = engine.counters()
+    assert counts["decode_captures"] == 1
+    assert counts["decode_replays"] == counts["decode_steps"] - CAPTURE_AFTER
+    assert largest_gap(model, experiences) < GAP
+
+
+def test_completions_in_pages_that_waited_for_memory() -> None:
+    model = toy_model("qwen3", max_position_embeddings=1024).cuda()
+    page = 256 * 2 * 2 * 2 * 16 * 2 / 2**30
+    experiences, engine = in_pages(model, dtype=torch.bfloat16, cache_gb=9.5 * page)
+    assert engine.core.preemptions > 0
+    assert engine.core.cache_peak == pytest.approx(9 * page * 2**30)
+    assert largest_gap(model, experiences) < GAP
+
+
+def test_conversations_in_pages() -> None:
+    """The next turn goes on in the pages of the last one; equal conversations share them."""
+    model = toy_model("qwen3", max_position_embeddings=1024).cuda()
+    engine = NativeEngine(model, context=1024, dtype=torch.bfloat16)
+    engine.weights_updated(0)
+    found: list[list[Completion]] = []
+
+    async def talk(number: int) -> None:
+        tokens = [3 + number % 3] * 200
+        for turn in range(4):
+            sampling = SamplingConfig(max_new_tokens=30)
+            request = GenerationRequest(list(tokens), sampling, seed=number % 3 + turn, continues=True)
+            found.append(await engine.generate(request))
+            tokens = [*tokens, *found[-1][0].token_ids.tolist(), 7 + number, 9]
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(talk, range(5)))
+
+    asyncio.run(all_of_them())
+    assert engine.core.prefixes.hits > 5 * 3 * 200
+    engine.core.prefixes.clear()
+    assert engine.core.cached_entries == engine.core._cache.used == 0
+    assert largest_gap(model, experiences_of(found)) < GAP
+
+
+def test_captured_steps_follow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It grows while they are replayed, and is freed between two uses."""
+    monkeypatch.setattr(paged_cache, "FIRST_PAGES", 5)  # one for each prompt, until token 256
+    model = toy_model("qwen3", max_position_embeddings=512).cuda()
+    engine = NativeEngine(model, context=512, dtype=torch.bfloat16)
+    for version in range(2):
+        engine.weights_updated(version)
+        requests = [GenerationRequest([3 + n] * 240, SamplingConfig(max_new_tokens=40), seed=n) for n in range(4)]
+        assert largest_gap(model, experiences_of(asyncio.run(all_of(engine, requests)))) < GAP
+        engine.core.destroy_cache()
+        assert engine.core.cache_bytes() == 0
+    assert engine.counters()["decode_captures"] == 3  # the second time it begins with the memory of the first
+
+
+def test_captured_steps_follow_the_weights() -> None:
+    """Each update rounds them anew in their place, unless their memory was freed."""
+    model = toy_model("qwen3").cuda()
+    engine = NativeEngine(model, context=128, dtype=torch.bfloat16)
+    captures = []
+    for version in range(4):
+        for parameter in model.parameters():
+            parameter.data.mul_(1.1)
+        if version % 2:
+            engine.core.destroy_weights()
+        engine.weights_updated(version)
+        request = GenerationRequest([5, 9, 2], SamplingConfig(max_new_tokens=40), n=4)
+        assert largest_gap(model, experiences_of([asyncio.run(engine.generate(request))])) < GAP
+        captures.append(engine.counters()["decode_captures"])
+    assert captures == [1, 2, 2, 3]
 
 
 def require_agreement(model: Any, vocabulary: int = 130, *, flash: bool) -> None:

@@ -16,7 +16,7 @@ from rollmill.trainer.model_setup import evaluation_mode, set_gradient_checkpoin
 
 pytestmark = pytest.mark.gpu
 
-ERRORS = {"qwen3": 0.1, "gemma2": 0.1, "qwen3_moe": 0.2}
+ERRORS = {"qwen3": 0.1, "gemma2": 0.1, "qwen3_moe": 0.3}
 """Most that a parameter's gradient may be off, relative to its norm; a wrong kernel is off by about 1. In a mixture of
 experts a router may choose another expert where two scores are close."""
 

@@ -32,66 +32,168 @@ BF16 = "test_run_files.py::test_a_run_trains[bf16]"
 WEIGHTS_BF16 = "test_run_files.py::test_a_run_trains[weights in bf16]"
 DRAFTS = "test_run_files.py::test_a_run_trains[n-gram drafts]"
 DRAWS = "test_engine.py::test_tokens_are_those_that_a_cpu_draws[plain]"
-REPLAYS = "test_budgets.py::test_uniform_completions_are_decoded_by_replays"
+PAGES = "test_engine.py::test_completions_in_pages[shared heads]"
+TURNS = "test_engine.py::test_conversations_in_pages"
+REPLAYS = "test_budgets.py::test_uniform_completions_are_decoded_by_replays[pages]"
+REPLAYS_OF_BUCKETS = "test_budgets.py::test_uniform_completions_are_decoded_by_replays[buckets]"
 TRAINING, TRAINING_PPO = (f"test_budgets.py::test_transfers_of_a_training_step[{each}]" for each in ("grpo", "ppo"))
 ONE_TRANSFER = "test_budgets.py::test_several_arrays_are_one_transfer"
 DEFECTS = [
     Defect(
-        "uniform numbers stay on the host",
+        "a row's next page is its first one",
+        "engines/native/paged_cache.py",
+        "row[before:now] = entry.pages[before:now]",
+        "row[before:now] = entry.pages[: now - before]",
+        PAGES,
+    ),
+    Defect(
+        "a step does not see its own tokens",
+        "engines/native/paged_cache.py",
+        "(whole[1] + 1).astype(np.int32)",
+        "np.maximum(whole[1], 1).astype(np.int32)",
+        PAGES,
+    ),
+    Defect(
+        "a step sees a token that is not there",
+        "engines/native/paged_cache.py",
+        "(whole[1] + 1).astype(np.int32)",
+        "(whole[1] + 2).astype(np.int32)",
+        PAGES,
+    ),
+    Defect(
+        "rows that fill up the batch write to a page of a row",
+        "engines/native/paged_cache.py",
+        "[*range(pages - 1, before - 1, -1), *self._free]",
+        "[*range(pages - 1, before - 2, -1), *self._free]",
+        PAGES,
+    ),
+    Defect(
+        "the table of pages is not sent again",
+        "engines/native/paged_cache.py",
+        "if version != self._written:",
+        "if self._written < 0:",
+        PAGES,
+    ),
+    Defect(
+        "completions write to the same page",
+        "engines/native/paged_cache.py",
+        "            if rest and not parent.last_page_shared:\n",
+        "            if rest:\n",
+        PAGES,
+    ),
+    Defect(
+        "a prompt's last page is not copied",
+        "engines/native/paged_cache.py",
+        "        self._copy(sources, targets)\n",
+        "",
+        PAGES,
+    ),
+    Defect(
+        "equal conversations write to the same page",
+        "engines/native/paged_cache.py",
+        "shared = kept if last else kept[:-1]",
+        "shared = kept",
+        TURNS,
+    ),
+    Defect(
+        "pages that are kept are given to others",
+        "engines/native/paged_cache.py",
+        "        for page in pages:\n            self._uses[page] += 1\n        return pages, len",
+        "        return pages, len",
+        TURNS,
+    ),
+    Defect(
+        "a captured step reads pages where they were before the cache grew",
+        "engines/native/paged_cache.py",
+        "            self._moves = self._cache.moves\n            self.drop_captured()\n",
+        "            self._moves = self._cache.moves\n",
+        "test_engine.py::test_captured_steps_follow_the_cache",
+    ),
+    Defect(
+        "a captured step reads weights where they were before",
         "engines/native/model_runner.py",
+        "                self._places = places\n                self.decoder.drop_captured()\n",
+        "                self._places = places\n",
+        "test_engine.py::test_captured_steps_follow_the_weights",
+    ),
+    Defect(
+        "a step of pages is captured with the inputs of an earlier one",
+        "engines/native/paged_cache.py",
+        "        context.write(tokens, positions, next_uniforms(rows), self._table, self._version)\n"
+        "        if self.captures and",
+        "        if self.captures and",
+        PAGES,
+    ),
+    Defect(
+        "uniform numbers stay on the host",
+        "engines/native/decoder.py",
         "tokens, uniform_B = to_device([last, next_uniforms(rows)], self._device)",
         "[tokens], uniform_B = to_device([last], self._device), torch.from_numpy(next_uniforms(rows))",
-        BF16,
+        DRAWS,
     ),
     Defect(
         "a replayed step draws by the uniform numbers of the step before",
-        "engines/native/model_runner.py",
-        "            self.counts.decode_replays += 1\n",
-        "            self.counts.decode_replays += 1\n"
-        "            before, self._before = getattr(self, '_before', uniform_B), uniform_B\n"
-        "            uniform_B = before if before.shape == uniform_B.shape else uniform_B\n",
+        "engines/native/decoder.py",
+        "        logits, routing = self.run(context, self._graph, tokens, positions)\n",
+        "        logits, routing = self.run(context, self._graph, tokens, positions)\n"
+        "        before, self._before = getattr(self, '_before', uniform_B), uniform_B\n"
+        "        uniform_B = before if self._graph and before.shape == uniform_B.shape else uniform_B\n",
         DRAWS,
     ),
     Defect(
         "a graph's input is not written",
-        "engines/native/model_runner.py",
+        "engines/native/decoder.py",
         "        self._tokens.copy_(tokens_1B)\n",
         "",
         DRAWS,
     ),
     Defect(
         "a graph is replayed after its rows moved",
-        "engines/native/model_runner.py",
+        "engines/native/decoder.py",
         "if context is None or self._moves != self._cache.moves() or context.full():",
         "if context is None:",
         DRAWS,
     ),
     Defect(
-        "masks of the warm-up are part of the capture",
-        "engines/native/model_runner.py",
-        "        self._graph = torch.cuda.CUDAGraph()\n        context.forget_masks()\n",
-        "        self._graph = torch.cuda.CUDAGraph()\n",
+        "masks are kept from step to step",
+        "engines/native/decode.py",
+        "        self._layers = 0\n        self._masks.clear()\n",
+        "        self._layers = 0\n",
         DRAWS,
     ),
     Defect(
         "a step with exact shapes is captured",
-        "engines/native/model_runner.py",
-        "exact=not self._graphs)",
+        "engines/native/decoder.py",
+        "exact=not self.captures)",
         "exact=True)",
         DRAWS,
     ),
     Defect(
         "every change of rows captures a step",
-        "engines/native/model_runner.py",
+        "engines/native/decoder.py",
         "CAPTURE_AFTER = 8",
         "CAPTURE_AFTER = 0",
-        "test_budgets.py::test_conversations_are_hardly_captured",
+        "test_budgets.py::test_conversations_are_decoded_by_replays",
+    ),
+    Defect(
+        "steps for each number of rows are captured",
+        "engines/native/paged_cache.py",
+        "max(LEAST_ROWS, 1 << (len(rows) - 1).bit_length())",
+        "len(rows)",
+        "test_budgets.py::test_conversations_are_decoded_by_replays",
     ),
     Defect(
         "decode steps are never captured",
-        "engines/native/model_runner.py",
+        "engines/native/decoder.py",
         "self._unchanged >= CAPTURE_AFTER",
         "self._unchanged > 1 << 20",
+        REPLAYS_OF_BUCKETS,
+    ),
+    Defect(
+        "decode steps of pages are never captured",
+        "engines/native/paged_cache.py",
+        "self._steps[count] >= CAPTURE_AFTER",
+        "self._steps[count] > 1 << 20",
         REPLAYS,
     ),
     Defect(
@@ -113,21 +215,21 @@ DEFECTS = [
         "engines/native/decode.py",
         "            at = torch.arange(length, device=self.device)\n            hidden = at > piece",
         "            at = torch.arange(length)\n            hidden = at > piece",
-        BF16,
+        DRAWS,
     ),
     Defect(
         "each layer of a decode step waits for the device",
         "engines/native/decode.py",
         "        kv_heads = key.shape[1]\n        q_BKRD",
         "        assert bool(torch.isfinite(key).all())\n        kv_heads = key.shape[1]\n        q_BKRD",
-        BF16,
+        DRAWS,
     ),
     Defect(
         "fresh memory of the cache is read",
         "engines/native/kv_cache.py",
-        "like.new_zeros(self._reserved",
-        "like.new_empty(self._reserved",
-        BF16,
+        "like.new_zeros(self.reserved",
+        "like.new_empty(self.reserved",
+        DRAWS,
     ),
     Defect(
         "sampled tokens are read one array after the other",

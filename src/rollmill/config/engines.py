@@ -67,6 +67,9 @@ class NativeEngineConfig(EngineSection):
     """`int8`: linear layers multiply in 8 bits, with a scale per output channel and per token; rounded again after each
     update. On CPUs with VNNI. Rollouts are faster where products take most of the time, and tokens come from a slightly
     different policy: list `corrections`."""
+    cache_gb: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Limit of the KV cache, in GiB, finished turns included. Completions that do not fit wait, the newest first, and
+    are recomputed later: their tokens are the same. `auto`: on a GPU what its free memory allows, on a CPU no limit."""
     prefix_cache_gb: float = Field(1.0, ge=0)
     """Memory (GiB) for keys and values of finished turns, until the next weight update: the next turn of the same
     conversation starts from them. 0 computes every turn from its beginning."""

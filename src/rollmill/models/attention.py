@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
@@ -283,6 +284,7 @@ class _RowPositions:
 
 _NEEDED = {"scale", "window_size"}  # parameters that early versions of the function lack
 _WIDEST_HEAD = 256  # of the flash kernels
+PAGE = 256  #: tokens of a page of keys and values: the kernel takes multiples of it
 
 
 def varlen_available(query: Tensor, value: Tensor) -> bool:
@@ -299,6 +301,107 @@ def varlen_available(query: Tensor, value: Tensor) -> bool:
         and torch.cuda.get_device_capability(value.device) >= (8, 0)
         and set(inspect.signature(varlen_attn).parameters) >= _NEEDED
     )
+
+
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """Sizes of what one call of attention caches for each token, and how it attends."""
+
+    kv_heads: int
+    key_size: int
+    value_size: int
+    options: AttentionOptions
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that are cached for each token."""
+        return self.kv_heads * (self.key_size + self.value_size)
+
+
+class _LayerProbe:
+    """Attention context that computes nothing."""
+
+    def __init__(self) -> None:
+        self.layers: list[CachedLayer] = []
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        self.layers.append(CachedLayer(key.shape[1], key.shape[3], value.shape[3], options))
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
+        output, _ = call(torch.zeros(1, 1, dtype=torch.int64, device=hidden.device), None)
+        return output
+
+
+@torch.no_grad()
+def find_cached_layers(network: nn.Module) -> list[CachedLayer]:
+    """The calls of attention of one pass through a base network, in their order."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(network.parameters()).device)
+    probe = _LayerProbe()
+    with use_attention_context(network, probe):
+        network(**build_forward_inputs(network, token, token))
+    return probe.layers
+
+
+def pages_available(layers: Sequence[CachedLayer], dtype: torch.dtype, device: torch.device) -> bool:
+    """True if the GPU's kernel can attend to the keys and values of these layers in pages.
+
+    Pages have the same shape in all layers here, and the kernel knows no caps, sinks and chunks.
+    """
+    if not layers or not set(inspect.signature(varlen_attn).parameters) >= {"block_table", "seqused_k"}:
+        return False
+    plain = all((each.options.softcap, each.options.sinks, each.options.chunk) == (None,) * 3 for each in layers)
+    shapes = {(each.kv_heads, each.key_size, each.value_size) for each in layers}
+    like_k, like_v = (torch.empty(0, size, dtype=dtype, device=device) for size in next(iter(shapes))[1:])
+    return plain and len(shapes) == 1 and varlen_available(like_k, like_v)
+
+
+@dataclass(slots=True)
+class PagedRows:
+    """N rows of queries, each of which attends to the first tokens of its own pages.
+
+    Shapes: P pages, W pages of the longest row.
+    """
+
+    table_NW: Tensor  #: int32: pages
+    used_N: Tensor  #: int32: tokens, those of the queries included
+    max_query: int  #: most queries of a row
+    query_starts: Tensor  #: int32 [N + 1]
+    key_starts: Tensor  #: int32 [N + 1]; the kernel asks for it, and reads the tokens by the table
+
+    @classmethod
+    def of(
+        cls,
+        table: npt.NDArray[np.int32],
+        used: npt.NDArray[np.int32],
+        lengths: npt.NDArray[np.int32],
+        device: torch.device,
+    ) -> PagedRows:
+        """Build from arrays; `lengths` are the rows' numbers of queries."""
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        key_starts = np.arange(len(table) + 1, dtype=np.int32) * (table.shape[1] * PAGE)
+        table_NW, used_N, *both = to_device([table, used, starts, key_starts], device)
+        return cls(table_NW, used_N, int(lengths.max()), *both)
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
+        """[T, H, D], [P, PAGE, K, D], [P, PAGE, K, D] -> [T, H, D]; a query sees no token behind its own."""
+        last = -1 if self.max_query == 1 and window is None else 0  # without a limit one query has a faster kernel
+        output: Any = varlen_attn(
+            q,
+            keys,
+            values,
+            self.query_starts,
+            self.key_starts,
+            self.max_query,
+            self.table_NW.shape[1] * PAGE,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, last),
+            enable_gqa=q.shape[1] != keys.shape[2],
+            seqused_k=self.used_N,
+            block_table=self.table_NW,
+        )
+        result: Tensor = output
+        return result
 
 
 class VarlenAttention:

@@ -27,6 +27,8 @@ MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 FIXED_ROTARY = frozenset({"default", "linear", "llama3"})
 """Kinds of rotary embedding whose frequencies do not depend on the sequence."""
 COPIED_BYTES = 1 << 26  #: of weights that are copied to be one; larger products gain little by it
+INPUT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers of a module that have the same input."""
 _TRIED = 8  # tokens that are compared
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Of the distance of the logits, relative to their size. In half precision the model's own are 1 to 5 % off."""
@@ -109,7 +111,7 @@ class _Layer:
         self._gate_up.refresh()
         if self._q_norm is not None:
             q, k = self._q_norm.weight, self._k_norm.weight
-            self._qk_weight = torch.cat((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)))
+            self._qk_weight = _joined((q.expand(self._heads, -1), k.expand(self._kv_heads, -1)), self._qk_weight)
 
     def destroy(self) -> None:
         self._qkv.destroy()
@@ -131,7 +133,7 @@ class _Layer:
 
 
 class _Joined:
-    """Linear layers with the same input, of one product if their weights are copied."""
+    """Linear layers with the same input, of one product if their weights lie side by side or are copied."""
 
     def __init__(self, linears: list[Any], copies: bool) -> None:
         self._linears, self._copies = linears, copies and not isinstance(linears[0], Int8Linear)
@@ -140,11 +142,15 @@ class _Joined:
         self._bias: Tensor | None = None
 
     def refresh(self) -> None:
-        if not self._copies:
+        weights = [each.weight for each in self._linears]
+        if isinstance(self._linears[0], Int8Linear):
             return
-        self._weight = torch.cat([each.weight for each in self._linears])
-        if self._linears[0].bias is not None:
-            self._bias = torch.cat([each.bias for each in self._linears])
+        if (whole := _side_by_side(weights)) is not None:
+            self._weight = whole
+        elif self._copies:
+            self._weight = _joined(weights, self._weight)
+        if self._weight is not None and self._linears[0].bias is not None:
+            self._bias = _joined([each.bias for each in self._linears], self._bias)
 
     def destroy(self) -> None:
         self._weight = self._bias = None
@@ -221,6 +227,22 @@ def _inputs(layer: Any) -> Iterator[Any]:
 
 def _linears(layer: Any) -> Iterator[Any]:
     yield from (*_inputs(layer), layer.self_attn.o_proj, layer.mlp.down_proj)
+
+
+def _side_by_side(weights: list[Tensor]) -> Tensor | None:
+    """Weights [n, d] as one, if they lie one after the other in the same memory."""
+    first, end = weights[0], weights[0].storage_offset()
+    for each in weights:
+        same = each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or each.storage_offset() != end or not each.is_contiguous():
+            return None
+        end += each.numel()
+    return first.detach().as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+
+
+def _joined(parts: Sequence[Tensor], into: Tensor | None) -> Tensor:
+    """Copies of tensors as one, in the place of earlier ones: a captured graph reads them by address."""
+    return torch.cat(tuple(parts)) if into is None else torch.cat(tuple(parts), out=into)
 
 
 def _rms_norm(hidden: Tensor, norm: Any) -> Tensor:

@@ -20,14 +20,30 @@ def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[
     """
     if device.type != "cuda":
         return [torch.from_numpy(each).to(device) for each in arrays]
-    starts = _starts([each.nbytes for each in arrays])
-    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
-    view = packed.numpy()
-    for start, each in zip(starts, arrays, strict=False):
-        view[start : start + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
+    packed, starts = _packed(arrays)
     there = packed.to(device, non_blocking=True)
-    types = [torch.from_numpy(np.empty(0, each.dtype)).dtype for each in arrays]
-    return _unpacked(there, starts, types, [each.shape for each in arrays])
+    return _unpacked(there, starts, _types(arrays), [each.shape for each in arrays])
+
+
+class StaticTensors:
+    """Tensors of a GPU that stay where they are, as captured graphs read them. The host writes all in one transfer.
+
+    Args:
+        arrays: what they hold first.
+
+    Attributes:
+        tensors: of the arrays' types and shapes.
+    """
+
+    def __init__(self, arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> None:
+        packed, starts = _packed(arrays)
+        self._bytes = packed.to(device)
+        self.tensors = _unpacked(self._bytes, starts, _types(arrays), [each.shape for each in arrays])
+
+    def write(self, arrays: Sequence[npt.NDArray[Any]]) -> None:
+        """Write all tensors, or the first ones; arrays have their types and shapes. The host does not wait."""
+        packed, _ = _packed(arrays)
+        self._bytes[: len(packed)].copy_(packed, non_blocking=True)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -50,6 +66,20 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
     return starts
+
+
+def _packed(arrays: Sequence[npt.NDArray[Any]]) -> tuple[Tensor, list[int]]:
+    """The arrays' bytes in pinned memory, and where each one starts."""
+    starts = _starts([each.nbytes for each in arrays])
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    view = packed.numpy()
+    for start, each in zip(starts, arrays, strict=False):
+        view[start : start + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
+    return packed, starts
+
+
+def _types(arrays: Sequence[npt.NDArray[Any]]) -> list[torch.dtype]:
+    return [torch.from_numpy(np.empty(0, each.dtype)).dtype for each in arrays]
 
 
 def _unpacked(

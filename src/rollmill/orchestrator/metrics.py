@@ -144,7 +144,8 @@ def engine_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> d
 def generation_metrics(before: Mapping[str, float], after: Mapping[str, float], generated: int) -> dict[str, float]:
     """For drafts and guesses: the share accepted of those tested, and the accepted share of all new tokens. For the
     prefix cache: the share of prompt tokens found in it. On a GPU: the share of decode steps that replayed a captured
-    one, and the number of captures."""
+    one, and the number of captures. For a KV cache with a limit: the completions that waited for memory, and the peak
+    since the start in GiB."""
     metrics: dict[str, float] = {}
     for name in ("reuse", "guess"):
         tested, accepted = (
@@ -162,6 +163,9 @@ def generation_metrics(before: Mapping[str, float], after: Mapping[str, float], 
     if steps and (replays or captures):
         metrics["rollout/captured/share"] = replays / steps
         metrics["rollout/captured/captures"] = captures
+    if after.get("cache_peak"):
+        metrics["rollout/cache/preemptions"] = after["preemptions"] - before.get("preemptions", 0)
+        metrics["rollout/cache/peak_gb"] = after["cache_peak"] / 2**30
     return metrics
 
 

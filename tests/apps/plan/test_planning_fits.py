@@ -23,7 +23,7 @@ from rollmill.apps.plan.planning.rollouts import (
 from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
-from rollmill.engines.native.kv_cache import MIN_CAPACITY, KVCache
+from rollmill.engines.native.kv_cache import MIN_CAPACITY, BucketCache
 
 POSITIVE = st.floats(0.1, 10.0)
 
@@ -86,7 +86,7 @@ def test_the_number_of_passes(lengths: list[int], together: int) -> None:
 
 
 def test_a_long_prompt_does_not_reserve_room_for_others() -> None:
-    cache, keys = KVCache(), torch.zeros(1, 1, 1, 4)
+    cache, keys = BucketCache(), torch.zeros(1, 1, 1, 4)
     entries = [cache.prompt(length) for length in (20, 30_000, 30_000, 30_000)]
     room = [len(entry.bucket.layer(0, keys, keys)[0]) for entry in entries]
     assert room == [8, 4, 4, 4]

@@ -22,6 +22,7 @@ from support.simulated_cuda.trace import (
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
+_PAGE = 256  # tokens, or a multiple
 _device = torch.ops.simulated_cuda
 _inside = threading.local()
 _library = torch.library.Library("aten", "IMPL")
@@ -89,6 +90,32 @@ def _histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> T
 # Flash attention with segments, by the limits of FlashAttention 2 on this GPU.
 
 
+def _whole_sequences(
+    key: Tensor, value: Tensor, table: Tensor, starts_q: Tensor, used: Tensor | None, max_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values of each row, gathered from its pages, one row after the other, and where each row starts."""
+    for name, each in (("block_table", table), ("seqused_k", used)):
+        if each is None or each.dtype != torch.int32 or not each.is_cuda or each.stride(-1) != 1:
+            raise RuntimeError(f"{name} must be int32 on the GPU, with contiguous last dimension")
+    assert used is not None
+    rows, width = table.shape
+    if key.dim() != 4 or key.shape != value.shape or key.shape[1] % _PAGE:
+        raise RuntimeError(f"Paged KV cache block size must be divisible by {_PAGE}; the pages are {tuple(key.shape)}")
+    if rows != len(starts_q) - 1 or used.shape != (rows,):
+        raise RuntimeError("block_table and seqused_k need one row for each sequence")
+    lengths = used.cpu().long()
+    if int(lengths.max()) > min(max_k, width * key.shape[1]) or int(lengths.min()) < 0:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered (seqused_k is beyond the pages)")
+    at = torch.cat([torch.arange(int(n)) for n in lengths])
+    row = torch.repeat_interleave(torch.arange(rows), lengths)
+    pages = table.cpu().long()[row, at // key.shape[1]]
+    if len(pages) and (int(pages.min()) < 0 or int(pages.max()) >= len(key)):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered (a page that is not there)")
+    places = (pages * key.shape[1] + at % key.shape[1]).to(key.device)
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to(starts_q.device, torch.int32)
+    return key.flatten(0, 1)[places], value.flatten(0, 1)[places], starts
+
+
 @_quietly
 def _flash_forward(
     query: Tensor,
@@ -107,12 +134,17 @@ def _flash_forward(
     window_size_right: int | None = None,
     seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    **_: Any,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
     if torch.cuda.get_device_capability(query.device) < (8, 0):
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if cum_seq_q is None or cum_seq_k is None:
         raise NotImplementedError("the simulated GPU has no flash attention without segments")
+    if block_table is not None:
+        key, value, cum_seq_k = _whole_sequences(key, value, block_table, cum_seq_q, seqused_k, max_k)
+    elif seqused_k is not None:
+        raise NotImplementedError("the simulated GPU has no flash attention with seqused_k alone")
     window = (window_size_left, window_size_right)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (each.detach().cpu().float() for each in (query, key, value))

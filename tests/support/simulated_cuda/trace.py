@@ -42,6 +42,9 @@ _NO_KERNEL = {
     "is_pinned",
     "lift_fresh",
 }
+_SEVERAL = {"_varlen_attn": 5}
+"""Kernels of operations that start more than one: attention to pages rearranges queries and output for shared heads,
+merges the parts of long rows, and clears a state of random numbers."""
 _ASYNCHRONOUS = {"h2d pinned", "d2h async"}
 _sent: list[tuple[torch.Tensor, torch.Tensor]] = []
 _received: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -85,10 +88,10 @@ class Trace(TorchDispatchMode):
             kind = host_wait(func, args, kwargs, result)
             if kind is not None:
                 self.crossings[kind, where()] += 1
-            if not launches_nothing(func):
-                self.launches += 1
-                self.ops[str(func)] += 1
-                self.lines[where()] += 1
+            if count := kernels_of(func):
+                self.launches += count
+                self.ops[str(func)] += count
+                self.lines[where()] += count
         return result
 
     def transfers(self) -> int:
@@ -202,6 +205,7 @@ def is_view(func: Any) -> bool:
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
 
-def launches_nothing(func: Any) -> bool:
-    """True if an operation starts no kernel."""
-    return is_view(func) or func._schema.name.split("::")[1] in _NO_KERNEL
+def kernels_of(func: Any) -> int:
+    """How many kernels an operation starts, at most."""
+    name = func._schema.name.split("::")[1]
+    return 0 if is_view(func) or name in _NO_KERNEL else _SEVERAL.get(name, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from rollmill.config.engines import NativeEngineConfig
@@ -9,6 +11,8 @@ from rollmill.config.rollout import RolloutConfig
 from rollmill.engines.base import EngineUse
 from rollmill.engines.native.engine import NativeEngine
 from rollmill.models.load import PolicyModel
+
+_RESERVED, _SHARE = 0.1, 0.5  # of a GPU's memory; of what is free beyond that: gradients and optimizer come later
 
 
 def build_native(
@@ -34,4 +38,15 @@ def build_native(
         prefix_cache_bytes=int(section.prefix_cache_gb * 2**30),
         int8=section.weights == "int8",
         device=policy.device,
+        cache_gb=resolve_cache_gb(section.cache_gb, policy.device),
     )
+
+
+def resolve_cache_gb(limit: float | Literal["auto"], device: torch.device) -> float | None:
+    """Return the limit of the KV cache in GiB; None: there is none."""
+    if limit != "auto":
+        return limit
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return max(free - _RESERVED * total, 0.0) * _SHARE / 2**30

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from rollmill.engines.base import SampledToken
 from rollmill.engines.native.draft_verifier import DraftVerifier
-from rollmill.engines.native.kv_cache import KVCache
+from rollmill.engines.native.kv_cache import CacheFull
 from rollmill.engines.native.model_runner import ModelRunner
+from rollmill.engines.native.paged_cache import build_cache
 from rollmill.engines.native.prefix_cache import PrefixCache
 from rollmill.engines.native.sequence import SequenceGroup, SequenceState
 from rollmill.engines.native.weights import EngineWeights
+from rollmill.errors import EngineError
 from rollmill.types import StopReason
 
 
@@ -70,24 +72,29 @@ class EngineCore:
         record_routing: bool,
         prefix_cache_bytes: int,
         int8: bool = False,
+        cache_gb: float | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.version = 0
         self.tokens_generated = 0
+        self.preemptions = 0  #: completions that gave their memory to others, and were continued later
         self.weights = EngineWeights(model, dtype, int8=int8, device=device)  #: the weights that it decodes with
         self._max_sequences = max_sequences
         self._prefill_tokens = prefill_tokens
         self._keep = keep
-        self._cache = KVCache()
-        self.prefixes = PrefixCache(prefix_cache_bytes)
+        self._cache_gb = cache_gb
+        self._cache = build_cache(self.weights.model, dtype, cache_gb)
+        self.prefixes = PrefixCache(self._cache, prefix_cache_bytes)
         self._runner = ModelRunner(
             self.weights.model, self._cache, self.prefixes, prefill_tokens, context, record_routing
         )
-        self.decode_counts = self._runner.counts
+        self.decode_counts = self._runner.decoder.counts
         self.drafting = DraftVerifier(self._runner)
         self.expected = 0  #: conversations that had a turn finished, and may ask for the next one
         self._queue: deque[SequenceGroup] = deque()  # not all of their completions have started
         self._rows: list[SequenceState] = []
+        self._started = 0  # completions so far
+        self._short = False  # of memory, until a completion ends
         self._stale = True  # cached keys and values, and a cast of the weights, belong to an older version
         self._lost = False  # there are no cached keys and values
 
@@ -124,6 +131,7 @@ class EngineCore:
                 row.stop_reason = StopReason.ABORTED
         group.waiting.clear()
         group.unfinished = 0
+        self._short = False
         self._remove_finished()
         self._cache.remove(group.prompts())
 
@@ -144,9 +152,7 @@ class EngineCore:
         for group in groups:
             group.unfinished = 0
             group.results.put_nowait(error)
-        self._cache = KVCache()
-        self._runner.reset(self._cache)
-        self.prefixes.clear()
+        self._drop_cache()
 
     def weights_updated(self, version: int) -> None:
         """Switch to the new weights at the next step; later tokens carry `version`."""
@@ -164,15 +170,25 @@ class EngineCore:
 
     def cache_bytes(self) -> int:
         """Bytes of the KV cache, in use or reserved."""
-        return self._cache.bytes() + self.prefixes.size
+        return self._cache.bytes()
+
+    @property
+    def cache_peak(self) -> int:
+        """Most bytes of the KV cache that were in use; 0 if it has no limit and lies on a CPU."""
+        return self._cache.peak
 
     def destroy_cache(self) -> None:
         """Free the KV cache; running completions are recomputed."""
         self._remove_finished()
-        self._cache = KVCache()
-        self._runner.reset(self._cache)
-        self.prefixes.clear()
+        self._drop_cache()
         self._stale = self._lost = True
+
+    def _drop_cache(self) -> None:
+        self.prefixes.clear()
+        self._forget_entries()
+        self._cache.destroy()
+        self._runner.invalidate()
+        self._runner.decoder.drop_captured()
 
     @property
     def cached_entries(self) -> int:
@@ -191,17 +207,39 @@ class EngineCore:
         """Prefill, start, decode and return finished completions; called by the driver."""
         if self._stale:
             self._switch_weights()
-        self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
-        self._start()
-        if drafted := [row for row in self._rows if row.has_draft]:
+        elif not self._rows:
+            self._runner.follow_weights()
+        self._admit()
+        if drafted := self._with_room([row for row in self._rows if row.has_draft]):
             self._verify_drafts(drafted, self.drafting.drafts)
             return
-        guessed = [row for row in self._rows if row.propose()]
+        guessed = self._with_room([row for row in self._rows if row.propose()])
         others = len(self._rows) - len(guessed)
         if guessed:
             self._verify_drafts(guessed, self.drafting.verify_ngram_drafts)
-        if others and self._rows:
+        if others and self._with_room(self._rows, tokens=1):
             self._append_tokens(self._rows, *self._runner.decode(self._rows))
+
+    def _admit(self) -> None:
+        """Prefill waiting prompts and start completions, as far as there is room. Some progress is made if none run."""
+        while True:
+            waits = self._short and self._rows
+            prefilled = not waits and self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
+            if self._start() or prefilled or self._rows or not self._queue:
+                return
+            self._give_up_memory(self._queue[0])
+
+    def _with_room(self, rows: list[SequenceState], tokens: int | None = None) -> list[SequenceState]:
+        """Make room for so many more tokens, or for the rows' drafts; return those of the rows that still run."""
+        while rows and self._cache.limit is not None:
+            more = [row.draft_window if tokens is None else tokens for row in rows]
+            try:
+                self._cache.reserve([row.entry for row in rows if row.entry is not None], more)
+                break
+            except CacheFull:
+                self._give_up_memory()
+                rows = [row for row in self._rows if row in rows]
+        return rows
 
     def _switch_weights(self) -> None:
         """Switch to new weights. Prompts are prefilled again for completions that have not started."""
@@ -228,19 +266,26 @@ class EngineCore:
 
     def _recompute(self) -> None:
         """Drop all cached keys and values, and recompute those of running rows."""
+        self._forget_entries()
         self._cache.clear()
-        groups = {row.group: None for row in self._rows}
-        for group in [*groups, *self._queue]:
-            group.reset_prompt()
-            group.prompts()
-        self._runner.prefill_all(list(groups))
+        if self._cache.limit is not None:  # they may need more memory in other places
+            for row in sorted(self._rows, key=lambda row: -row.started):
+                self._set_back(row)
+        self._runner.prefill_all(list({row.group: None for row in self._rows}))
         self._runner.restore(self._rows)
 
-    def _start(self) -> None:
+    def _forget_entries(self) -> None:
+        """Give up all entries of rows and prompts, without a change of the cache."""
+        for group in [*{row.group: None for row in self._rows}, *self._queue]:
+            group.prompts()
+        for row in self._rows:
+            row.entry = None
+
+    def _start(self) -> bool:
         """Start waiting completions while there is room: sample a first token, or restore their prefix."""
         started = self._take_waiting()
         if not started:
-            return
+            return False
         self._remove_finished()
         first = [row for row in started if not row.tokens and not row.has_draft]
         drafted = [row for row in started if not row.tokens and row.has_draft]
@@ -250,7 +295,9 @@ class EngineCore:
         self._rows.extend(started)
         now = time.perf_counter()
         for row in started:
-            row.started_at = now
+            if not row.started:
+                self._started += 1
+                row.started, row.started_at = self._started, now
         if drafted:
             self._verify_drafts(drafted, self.drafting.first)
         for group in [group for group in self._queue if not group.waiting]:
@@ -258,16 +305,67 @@ class EngineCore:
             group.logits_V = None
         if first:
             self._append_tokens(first, torch.stack(logits))
+        return True
 
     def _take_waiting(self) -> list[SequenceState]:
         """Take the waiting completions that fit, until their prefixes reach a step's token budget."""
         taken: list[SequenceState] = []
+        if self._short and self._rows:
+            return taken
         room, begun = self._max_sequences - len(self._rows), 0
         for group in self._queue:
-            while group.waiting and group.logits_V is not None and len(taken) < room and begun < self._prefill_tokens:
+            while group.waiting and group.is_prefilled and len(taken) < room and begun < self._prefill_tokens:
                 taken.append(group.waiting.popleft())
                 begun += len(taken[-1].tokens)
-        return taken
+        parents = [row.group.entry for row in taken if row.group.entry is not None]
+        lengths = [max(len(row.tokens), 1) for row in taken]
+        while (fitting := self._cache.fitting(parents, lengths)) < len(taken) and self.prefixes.drop_oldest():
+            pass
+        for row in reversed(taken[fitting:]):
+            row.group.waiting.appendleft(row)
+        return taken[:fitting]
+
+    def _give_up_memory(self, needy: SequenceGroup | None = None) -> None:
+        """Free memory of what can be computed again: kept turns, prompts that wait, then the newest completion.
+
+        Where nothing is left but the needy group, or the last completion, its request fails.
+        """
+        before = len(self._rows)
+        self._remove_finished()
+        if len(self._rows) < before or self.prefixes.drop_oldest():
+            return
+        self._short = True
+        running = {row.group for row in self._rows}
+        for group in reversed(self._queue):
+            if group.entry is not None and group not in running and group is not needy:
+                self._cache.remove(group.prompts())
+                return
+        if len(self._rows) > 1:
+            self._set_back(max(self._rows, key=lambda row: row.started))
+            self.preemptions += 1
+            return
+        group = needy or self._rows[0].group
+        request = group.request
+        error = EngineError(
+            f"{request.id}: a prompt of {len(request.prompt_ids)} tokens and up to {group.limit} new ones do not fit "
+            f"into the KV cache of {self._cache_gb:.3g} GiB; raise engine.cache_gb, or lower max_new_tokens"
+        )
+        self.abort(group)
+        group.results.put_nowait(error)
+
+    def _set_back(self, row: SequenceState) -> None:
+        """Let a running completion wait, without keys and values; it goes on before those that wait already."""
+        self._rows.remove(row)
+        group, entry = row.group, row.entry
+        if entry is not None:
+            self._cache.remove([entry])
+            row.entry = None
+        group.waiting.appendleft(row)
+        if group not in self._queue:
+            self._queue.appendleft(group)
+        if all(other.group is not group for other in self._rows):
+            self._cache.remove(group.prompts())
+        self._runner.invalidate()
 
     def _verify_drafts(self, rows: list[SequenceState], check: Callable[[list[SequenceState], int], None]) -> None:
         """Extend rows by the accepted part of their drafts; retire finished rows."""
@@ -292,6 +390,7 @@ class EngineCore:
     def _retire(self, finished: list[SequenceState]) -> None:
         if finished and self._runner.recurrent:
             self._runner.invalidate()  # writes the states back into the entries
+        self._short = self._short and not finished
         for row in finished:
             current = not self._keep or all(version == self.version for version in row.versions)
             if row.group.request.continues:
@@ -299,7 +398,7 @@ class EngineCore:
                 if current:
                     self.prefixes.keep(row)
             row.group.hand_out(row)
-        self._remove_finished(self._runner.slack)
+        self._remove_finished(self._runner.decoder.slack)
 
     def _remove_finished(self, slack: float = 0.0) -> None:
         """Remove finished rows from the batch, once they are more than `slack` of it, and prompts that no row needs."""

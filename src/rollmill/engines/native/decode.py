@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from rollmill.engines.native.kv_cache import CacheBucket, CacheEntry, stack_states
+from rollmill.engines.native.kv_cache import BucketEntry, CacheBucket, stack_states
 from rollmill.models.attention import AttentionOptions, AttentionWindow, fits_window, window_mask
 from rollmill.models.recurrent import RecurrentCall, RecurrentState
 
@@ -65,7 +66,9 @@ class DecodeContext:
     change freely. Without it all shapes stay the same from step to step, as a captured graph needs.
     """
 
-    def __init__(self, entries: list[CacheEntry], device: torch.device, last_position: int, exact: bool = True) -> None:
+    def __init__(
+        self, entries: list[BucketEntry], device: torch.device, last_position: int, exact: bool = True
+    ) -> None:
         self.device, self.exact = device, exact
         self._last_position = last_position  # of the model; only finished rows still in the batch reach it
         self._entries = entries
@@ -79,8 +82,9 @@ class DecodeContext:
         self._layers = 0  # called so far in this pass
 
     def begin(self) -> None:
-        """Start a forward pass: layers are numbered in the order of their calls."""
+        """Start a forward pass: layers are numbered in the order of their calls, and masks follow the lengths."""
         self._layers = 0
+        self._masks.clear()
 
     def advance(self) -> None:
         """Record that every row has gained one token."""
@@ -89,7 +93,6 @@ class DecodeContext:
         for piece in self.own:
             piece.lengths_n += 1
             piece.longest += 1
-        self.forget_masks()
 
     def follow(self) -> None:
         """Read the entries' changed lengths. Updates tensors in place, as a captured graph reads the same tensors."""
@@ -102,15 +105,10 @@ class DecodeContext:
             own = lengths[piece.start : piece.end]
             piece.lengths_n.copy_(lengths_B[piece.start : piece.end])
             piece.even, piece.longest = min(own) == max(own), max(own)
-        self.forget_masks()
 
     def full(self) -> bool:
         """True if some bucket has no room for another token."""
         return any(piece.longest >= piece.bucket.capacity for piece in self.own)
-
-    def forget_masks(self) -> None:
-        """Drop the masks, which depend on the lengths; the next use computes them again."""
-        self._masks.clear()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         layer, self._layers = self._layers, self._layers + 1
@@ -268,7 +266,7 @@ def _merge(a: PartialAttention, b: PartialAttention, sinks: Tensor | None) -> Te
     return output * torch.sigmoid(logsumexp - sinks.float().view(*top.shape[1:]))
 
 
-def _own_pieces(entries: list[CacheEntry], device: torch.device) -> list[CompletionSegment]:
+def _own_pieces(entries: list[BucketEntry], device: torch.device) -> list[CompletionSegment]:
     pieces, start = [], 0
     while start < len(entries):
         bucket = entries[start].bucket
@@ -280,13 +278,12 @@ def _own_pieces(entries: list[CacheEntry], device: torch.device) -> list[Complet
     return pieces
 
 
-def _prompt_pieces(entries: list[CacheEntry], device: torch.device) -> tuple[list[PromptSegment], Tensor | None]:
+def _prompt_pieces(entries: list[BucketEntry], device: torch.device) -> tuple[list[PromptSegment], Tensor | None]:
     """The prompt segments, and for each batch row its index in their concatenated rows (None: in batch order)."""
-    below: dict[CacheEntry, list[int]] = {}
+    below: dict[BucketEntry, list[int]] = {}
     for row, entry in enumerate(entries):
-        assert entry.parent is not None
-        below.setdefault(entry.parent, []).append(row)
-    by_bucket: dict[int, list[CacheEntry]] = {}
+        below.setdefault(cast(BucketEntry, entry.parent), []).append(row)
+    by_bucket: dict[int, list[BucketEntry]] = {}
     for parent in below:
         by_bucket.setdefault(id(parent.bucket), []).append(parent)
     pieces, order, base = [], [0] * len(entries), 0

@@ -121,9 +121,8 @@ class DraftVerifier:
         batch: list[SequenceState] = []
         counts: list[int] = []
         for row in rows:
-            assert row.proposal is not None
             batch.append(row)
-            counts.append(min(row.proposal.window, row.proposal.left(len(row.tokens)), room))
+            counts.append(min(row.draft_window, room))
             if sum(counts) >= room:
                 yield batch, counts
                 batch, counts = [], []

@@ -39,6 +39,7 @@ class NativeEngine:
         record_routing: record the experts of every token, for Completion.routing; the model must have routers.
         int8: linear layers multiply in 8 bits.
         device: where it computes; None: where the model is.
+        cache_gb: limit of the KV cache in GiB; completions that do not fit wait, the newest first. None: no limit.
     """
 
     applies_processors = True
@@ -58,6 +59,7 @@ class NativeEngine:
         prefix_cache_bytes: int = 1 << 30,
         int8: bool = False,
         device: torch.device | None = None,
+        cache_gb: float | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
@@ -74,6 +76,7 @@ class NativeEngine:
             prefix_cache_bytes=prefix_cache_bytes,
             int8=int8,
             device=device,
+            cache_gb=cache_gb,
         )
         self._paused = False
         self._failure: BaseException | None = None
@@ -134,9 +137,11 @@ class NativeEngine:
         """No-op: the stage's offload plan moves this engine's memory."""
 
     def counters(self) -> dict[str, float]:
-        """Counts of drafts and guesses, of decode steps, and of prompt tokens that the prefix cache was asked for."""
+        """Counts of drafts and guesses, of decode steps, of prompt tokens that the prefix cache was asked for, and of
+        completions that waited for memory; the peak of the KV cache in bytes."""
         prefixes = self.core.prefixes
         counts = {"prefix_cache_hits": float(prefixes.hits), "prefix_cache_queries": float(prefixes.queries)}
+        counts |= {"preemptions": float(self.core.preemptions), "cache_peak": float(self.core.cache_peak)}
         return asdict(self.core.drafting.counts) | asdict(self.core.decode_counts) | counts
 
     async def close(self) -> None:

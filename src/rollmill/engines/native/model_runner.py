@@ -1,27 +1,26 @@
-"""Forward passes: prompts and recomputation through PrefillContext, decode steps through DecodeContext, sampling."""
+"""Forward passes: prompts and recomputation, decode steps, sampling."""
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollmill.engines.native.decode import DecodeContext
-from rollmill.engines.native.kv_cache import KVCache
-from rollmill.engines.native.prefill import PrefillChunk, PrefillContext
+from rollmill.engines.native.decoder import BucketDecoder, Decoder
+from rollmill.engines.native.kv_cache import BucketCache, CacheEntry, CacheFull, KVCache
+from rollmill.engines.native.paged_cache import PagedCache, PagedDecoder, PagedPrefillContext
+from rollmill.engines.native.prefill import BucketPrefillContext, PrefillChunk, PrefillContext
 from rollmill.engines.native.prefix_cache import PrefixCache
 from rollmill.engines.native.row_sampler import build_sampling_tensors, next_uniforms, sample_rows
 from rollmill.engines.native.sampler import HostSamplerOutput, SamplingTensors
 from rollmill.engines.native.sequence import SequenceGroup, SequenceState
-from rollmill.models.attention import build_forward_inputs, use_attention_context
+from rollmill.models.attention import AttentionContext, build_forward_inputs, use_attention_context
 from rollmill.models.cpu.norms import find_norms, is_fp32_on_cpu, use_fast_norms
 from rollmill.models.fused_layers import FusedLayers, build_fused_layers
 from rollmill.models.recurrent import recurrent_layers
@@ -38,61 +37,13 @@ from rollmill.models.vision import (
 )
 from rollmill.types import RoutingArray
 
-log = logging.getLogger(__name__)
-
-DecodeOutput = tuple[Tensor, Tensor | None]
-"""Logits [B, V] and, if recorded, experts [B, L, k]."""
-WARMUP_STEPS = 2  # libraries set up their workspaces outside the capture
-CAPTURE_AFTER = 8
-"""Decode steps with the same rows before one is captured. A capture costs about as much as replays save in so many
-steps, so rows that change more often, as in conversations, are decoded without."""
-_capturing = threading.Lock()  # torch captures on one stream, and a reward model's engine may run in another thread
-
-
-class GraphedStep:
-    """One decode step captured as a CUDA graph: one launch instead of some thirty per layer.
-
-    The rows of its context have fixed shapes (`exact=False`). The graph reads positions and lengths from the context's
-    tensors, which `DecodeContext.advance` changes in place between replays. Replaying a step twice without advancing
-    writes the same keys and values to the same places, so warming up changes nothing.
-    """
-
-    def __init__(
-        self, forward: Callable[[DecodeContext, Tensor, Tensor, int], DecodeOutput], context: DecodeContext
-    ) -> None:
-        assert not context.exact
-        self._tokens = torch.zeros(1, len(context.positions_B), dtype=torch.int64, device=context.device)
-        positions = context.positions_B[None]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARMUP_STEPS):
-                context.forget_masks()
-                forward(context, self._tokens, positions, 0)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        context.forget_masks()
-        with _capturing, torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._output = forward(context, self._tokens, positions, 0)
-
-    def __call__(self, tokens_1B: Tensor) -> DecodeOutput:
-        """Replay the step; return logits and experts, which the next call overwrites."""
-        self._tokens.copy_(tokens_1B)
-        self._graph.replay()
-        return self._output
-
-
-@dataclass(slots=True)
-class DecodeCounts:
-    """Decode steps since the engine was created, those of them that replayed a captured one, and captures."""
-
-    decode_steps: int = 0
-    decode_replays: int = 0
-    decode_captures: int = 0
-
 
 class ModelRunner:
-    """Runs the model over cache entries. Rows keep the order of the cache's buckets between changes."""
+    """Runs the model over cache entries.
+
+    Attributes:
+        decoder: makes decode steps.
+    """
 
     def __init__(
         self,
@@ -108,26 +59,34 @@ class ModelRunner:
         self._device = next(model.parameters()).device
         self._prefill_tokens = prefill_tokens
         self._last_position = context - 1
+        self._places: list[int] = []  # addresses of weights
         self._vocabulary: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
         self._norms = find_norms(model) if is_fp32_on_cpu(model) else []
         #: whether the model has recurrent states, so that completions cannot be cut back
         self.recurrent = bool(recurrent_layers(model))
         #: features of prompts with pictures; None for text models
         self.features = None if picture_processor(model) is None else FeatureCache(model)
-        self._graphs = self._device.type == "cuda" and not self.recurrent and self.features is None
-        self._offsets_B: Tensor | None = None  # from index to position of the rows whose prompts have pictures
-        #: share of finished rows that may stay in the batch: a captured step is worth more than empty rows
-        self.slack = 0.25 if self._graphs else 0.0
-        self.counts = DecodeCounts()
-        self._unchanged = 0  # decode steps of the present context
         self._fused: FusedLayers | None = None
         self._may_fuse = self.features is None and not record_routing
-        self._context: DecodeContext | None = None
-        self.reset(cache)
-
-    def reset(self, cache: KVCache) -> None:
-        """Switch to another cache; everything in the old one is dropped."""
         self._cache = cache
+        captures = self._device.type == "cuda" and not self.recurrent and self.features is None
+        name = type(model).__name__
+        self._prefill_context: Callable[[list[PrefillChunk[Any]]], PrefillContext[Any]] = BucketPrefillContext
+        self.decoder: Decoder
+        if isinstance(cache, PagedCache):
+            self._prefill_context = partial(PagedPrefillContext, cache)
+            self.decoder = PagedDecoder(self._forward, name, cache, self._device, captures=captures, context=context)
+        else:
+            assert isinstance(cache, BucketCache)
+            self.decoder = BucketDecoder(
+                self._forward,
+                name,
+                cache,
+                self._device,
+                captures=captures,
+                last_position=context - 1,
+                offsets=None if self.features is None else partial(_picture_offsets, model),
+            )
         self.invalidate()
 
     def weights_changed(self) -> None:
@@ -137,41 +96,55 @@ class ModelRunner:
         elif self._may_fuse:
             self._may_fuse = False
             self._fused = build_fused_layers(self._model, self._last_position + 1)
+        self.follow_weights()
+
+    def follow_weights(self) -> None:
+        """Drop captured steps if the weights are elsewhere than before."""
+        if self.decoder.captures:
+            places = [each.data_ptr() for each in (*self._model.parameters(), *self._model.buffers())]
+            if places != self._places:
+                self._places = places
+                self.decoder.drop_captured()
 
     def destroy_weights(self) -> None:
         """Free copies of weights, until they change."""
+        self._places = []
         if self._fused is not None:
             self._fused.destroy()
 
     def invalidate(self) -> None:
-        """Drop the decode context, since rows were added or removed; the next step builds it again."""
-        if self._context is not None:
-            self._context.write_back_states()
-        self._context = None
-        self._graph: GraphedStep | None = None
-        self._moves = -1
-        self._params: dict[int, SamplingTensors] = {}
+        """Rows were added or removed, or the cache was emptied."""
+        self.decoder.invalidate()
+        self._sampled: list[SequenceState] = []  # rows of the present sampling parameters
+        self._params: SamplingTensors | None = None
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
-    def prefill(self, groups: Iterable[SequenceGroup], room: float = math.inf) -> None:
-        """Process waiting prompts in order of arrival, up to the token budget of one step.
+    def prefill(self, groups: Iterable[SequenceGroup], room: float = math.inf) -> bool:
+        """Process waiting prompts in order of arrival, up to the token budget of one step; False if there were none.
 
-        `room` is how many completions may start: prompts that none of them could use yet wait, and take no memory.
+        `room` is how many completions may start: prompts that none of them could use yet wait, and take no memory. So
+        do prompts for which the cache has no room.
         """
         budget = self._prefill_tokens
-        work: list[tuple[SequenceGroup, PrefillChunk]] = []
+        work: list[tuple[SequenceGroup, PrefillChunk[CacheEntry]]] = []
         for group in groups:
             prompt = group.request.prompt_ids
             if budget <= 0 or room <= 0:
                 break
             room -= len(group.waiting)
-            if group.logits_V is not None:
+            if group.is_prefilled:
                 continue
             if group.entry is None:
-                group.entry = self._cache.prompt(len(prompt))
-                if (known := self._prefixes.take(group.request)) is not None:
-                    known.copy_into(group.entry)
+                while group.entry is None:
+                    try:
+                        group.entry = self._cache.prompt(len(prompt))
+                    except CacheFull:  # kept turns give way
+                        if not self._prefixes.drop_oldest():
+                            break
+                if group.entry is None:
+                    break
+                if (known := self._prefixes.take(group.request, group.entry)) is not None:
                     group.prefilled = known.length
                     group.routing = list(known.routing)  # it grows, and equal conversations share the kept one
             take = min(budget, len(prompt) - group.prefilled)
@@ -181,17 +154,18 @@ class ModelRunner:
             work.append((group, PrefillChunk(group.entry, group.prefilled, tokens, group.request.pictures)))
             budget -= take
         if not work:
-            return
+            return False
         logits_SV, routing = self._extend([segment for _, segment in work])
         for (group, segment), logits_V, experts in zip(work, logits_SV, routing, strict=True):
             group.prefilled += len(segment.tokens)
             group.routing.extend(experts)
-            if group.prefilled == len(group.request.prompt_ids):
+            if group.is_prefilled:
                 group.logits_V = logits_V
+        return True
 
     def prefill_all(self, groups: list[SequenceGroup]) -> None:
         """Process whole prompts, in as many passes as the budget needs."""
-        while any(group.logits_V is None for group in groups):
+        while not all(group.is_prefilled for group in groups):
             self.prefill(groups)
 
     def allocate(self, rows: list[SequenceState]) -> None:
@@ -209,7 +183,7 @@ class ModelRunner:
     def restore(self, rows: list[SequenceState]) -> None:
         """Recompute keys and values of running rows: all their tokens but the last, which the next step feeds."""
         self.allocate(rows)
-        pending: list[tuple[SequenceState, PrefillChunk]] = []
+        pending: list[tuple[SequenceState, PrefillChunk[CacheEntry]]] = []
         tokens = 0
 
         def extend() -> None:
@@ -220,8 +194,7 @@ class ModelRunner:
         for row in rows:
             assert row.entry is not None
             cached = row.tokens[:-1]
-            while row.entry.bucket.capacity < len(cached):
-                self._cache.grow([row.entry])
+            self._cache.reserve([row.entry], [len(cached)])
             for first in range(0, len(cached), self._prefill_tokens):  # a full piece ends the pass
                 piece = cached[first : first + self._prefill_tokens]
                 pending.append((row, PrefillChunk(row.entry, first, piece, row.group.request.pictures)))
@@ -237,8 +210,7 @@ class ModelRunner:
         segments = []
         for row, own in zip(rows, tokens, strict=True):
             assert row.entry is not None
-            while row.entry.bucket.capacity < row.entry.length + len(own):
-                self._cache.grow([row.entry])
+            self._cache.reserve([row.entry], [len(own)])
             segments.append(PrefillChunk(row.entry, row.entry.length, own, row.group.request.pictures))
         logits, routing = self._extend(segments, every=True)
         for row, segment, experts in zip(rows, segments, routing, strict=True):
@@ -251,27 +223,25 @@ class ModelRunner:
             assert row.entry is not None
             row.entry.length = len(row.tokens) - 1
             del row.routing[row.entry.length :]
-        if self._context is not None:
-            self._context.follow()
+        self.decoder.lengths_changed()
 
     @property
     def max_logits(self) -> int:
         """Most tokens for `feed` in one pass: [P, V] stays below 256 MiB in float32."""
         return max(16, min(self._prefill_tokens, (1 << 26) // self._vocabulary))
 
-    def _extend(self, segments: list[PrefillChunk], every: bool = False) -> tuple[Tensor, list[RoutingArray]]:
+    def _extend(
+        self, segments: list[PrefillChunk[CacheEntry]], every: bool = False
+    ) -> tuple[Tensor, list[RoutingArray]]:
         """Append tokens to entries; logits [S, V] after each segment's last token, or [T, V] after every token.
 
         Also each segment's experts, [tokens, L, k]; empty unless recorded.
         """
-        context = PrefillContext(segments)
+        context = self._prefill_context(segments)
         flat = [token for segment in segments for token in segment.tokens]
-        logits, routing = self._forward(
-            context,
-            torch.tensor([flat], device=self._device),
-            torch.tensor([context.positions()], device=self._device),
-            0 if every else torch.tensor(context.last_rows(), device=self._device),
-        )
+        columns = [np.array([flat]), np.array([context.positions()]), np.array(context.last_rows())]
+        tokens, positions, last = to_device(columns, self._device)
+        logits, routing = self._forward(context, tokens, positions, 0 if every else last)
         for segment in segments:
             segment.entry.length = segment.start + len(segment.tokens)
         ends = np.cumsum([len(segment.tokens) for segment in segments])
@@ -280,29 +250,12 @@ class ModelRunner:
     # -- decoding ----------------------------------------------------------------------------------------------
 
     def decode(self, rows: list[SequenceState]) -> tuple[Tensor, Tensor]:
-        """Feed each row's last token. Sorts `rows` in place into the order of the buckets.
+        """Feed each row's last token. May sort `rows` in place.
 
         Returns:
             logits [B, V], and the uniform numbers [B] by which `sample` draws the next tokens.
         """
-        context = self._context
-        if context is None or self._moves != self._cache.moves() or context.full():
-            context = self._prepare(rows)
-        if self._graphs and self._graph is None and self._unchanged >= CAPTURE_AFTER:
-            context = self._capture(context, rows)
-        last = np.array([[row.tokens[-1] for row in rows]], np.int64)
-        tokens, uniform_B = to_device([last, next_uniforms(rows)], self._device)
-        self._unchanged += 1
-        self.counts.decode_steps += 1
-        if self._graph is not None:
-            self.counts.decode_replays += 1
-            logits, routing = self._graph(tokens)
-        else:
-            positions = context.positions_B[None]
-            if self._offsets_B is not None:
-                positions = positions + self._offsets_B
-            logits, routing = self._forward(context, tokens, positions, 0)
-        context.advance()
+        logits, routing, uniform_B = self.decoder.step(rows)
         if routing is not None:
             for row, experts in zip(rows, _on_host(routing)[:, None], strict=True):
                 assert row.entry is not None
@@ -311,44 +264,6 @@ class ModelRunner:
             assert row.entry is not None
             row.entry.length += 1
         return logits, uniform_B
-
-    def _prepare(self, rows: list[SequenceState]) -> DecodeContext:
-        """Build a context for these rows."""
-        if self._context is not None:
-            self._context.write_back_states()
-        self._context, self._graph, self._unchanged = self._arrange(rows), None, 0
-        self._moves = self._cache.moves()
-        return self._context
-
-    def _capture(self, context: DecodeContext, rows: list[SequenceState]) -> DecodeContext:
-        """Capture the step of a context; if that fails, return one that needs no capture, now and from then on."""
-        self.counts.decode_captures += 1
-        try:
-            self._graph = GraphedStep(self._forward, context)
-        except RuntimeError as error:  # a model that waits for the device inside its forward pass
-            text = "decode steps of %s cannot be captured, so each kernel is launched by itself: %s"
-            log.warning(text, type(self._model).__name__, error)
-            self._graphs, self.slack = False, 0.0
-            return self._prepare(rows)
-        return context
-
-    def _arrange(self, rows: list[SequenceState]) -> DecodeContext:
-        self._params.clear()
-        for bucket in self._cache.completion_buckets():
-            full = [entry for entry in bucket.entries if entry.length >= bucket.capacity]
-            if full:
-                self._cache.grow(full)
-        buckets = self._cache.completion_buckets()
-        first = {id(bucket): sum(len(b.entries) for b in buckets[:i]) for i, bucket in enumerate(buckets)}
-
-        def place(row: SequenceState) -> int:
-            assert row.entry is not None
-            return first[id(row.entry.bucket)] + row.entry.index
-
-        rows.sort(key=place)
-        self._offsets_B = None if self.features is None else _picture_offsets(self._model, rows, self._device)
-        entries = [row.entry for row in rows if row.entry is not None]
-        return DecodeContext(entries, self._device, self._last_position, exact=not self._graphs)
 
     def sample(
         self, rows: list[SequenceState], logits_BV: Tensor, top: int = 0, uniform_B: Tensor | None = None
@@ -363,15 +278,12 @@ class ModelRunner:
         return sample_rows(rows, logits_BV, self._sampling(rows), uniform_B, top)
 
     def _sampling(self, rows: list[SequenceState]) -> SamplingTensors:
-        if self._context is None or len(rows) != len(self._context.positions_B):
-            return build_sampling_tensors(rows, self._device)
-        key = id(self._context)
-        if key not in self._params:
-            self._params = {key: build_sampling_tensors(rows, self._device)}
-        return self._params[key]
+        if self._params is None or rows != self._sampled:
+            self._sampled, self._params = list(rows), build_sampling_tensors(rows, self._device)
+        return self._params
 
     def _forward(
-        self, context: PrefillContext | DecodeContext, tokens: Tensor, positions: Tensor, keep: Tensor | int
+        self, context: Any, tokens: Tensor, positions: Tensor, keep: Tensor | int
     ) -> tuple[Tensor, Tensor | None]:
         """Logits of the kept rows (0: all), and the experts of all rows [T, L, k] if recorded."""
         context.begin()
@@ -388,17 +300,18 @@ class ModelRunner:
         return output.logits[0], routing
 
 
-def _picture_offsets(model: nn.Module, rows: list[SequenceState], device: torch.device) -> Tensor:
+def _picture_offsets(model: nn.Module, rows: list[SequenceState]) -> Tensor:
     """Offsets [B] from the index of a row's next token to its position."""
     prompts = [row.group.request.pictures for row in rows]
     found = {each.key: compute_positions(model, each) for each in prompts if each is not None}
-    return torch.tensor([0 if each is None else (found[each.key] or (None, 0))[1] for each in prompts], device=device)
+    offsets = [0 if each is None else (found[each.key] or (None, 0))[1] for each in prompts]
+    return torch.tensor(offsets, device=next(model.parameters()).device)
 
 
 def _forward_language(
     model: nn.Module,
     cache: FeatureCache,
-    context: PrefillContext | DecodeContext,
+    context: AttentionContext,
     tokens: Tensor,
     positions: Tensor,
     keep: Tensor | int,

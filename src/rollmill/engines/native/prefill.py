@@ -5,15 +5,17 @@ Shapes: T tokens of the flat row, H query heads, K key-value heads, D head size,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rollmill.data.picture_prompts import Block, PicturePrompt
-from rollmill.engines.native.kv_cache import CacheEntry, stack_states
+from rollmill.engines.native.kv_cache import BucketEntry, CacheEntry, stack_states
 from rollmill.models.attention import (
     AttentionOptions,
     VarlenAttention,
@@ -26,16 +28,17 @@ from rollmill.models.attention_after_prefixes import Family, attend_after_prefix
 from rollmill.models.recurrent import RecurrentCall
 from rollmill.models.vision import PictureSpan
 
+E = TypeVar("E", bound=CacheEntry)
 MASK_ELEMENTS = 1 << 23  #: of a mask, beyond which queries are processed in pieces
 LEAST_PIECE = 64  #: queries
 LONG = 256  #: queries of one segment, from which `attend_after_prefixes` is faster than one pass with a mask
 
 
 @dataclass(slots=True)
-class PrefillChunk:
+class PrefillChunk(Generic[E]):
     """Tokens to append to `entry` from its position `start` on (relative to the entry)."""
 
-    entry: CacheEntry
+    entry: E
     start: int
     tokens: list[int]
     pictures: PicturePrompt | None = None  #: of the prompt that these tokens belong to or continue
@@ -60,7 +63,7 @@ class _Batch:
         members: their numbers among the segments of the pass.
     """
 
-    def __init__(self, members: list[int], segments: list[PrefillChunk]) -> None:
+    def __init__(self, members: list[int], segments: list[PrefillChunk[BucketEntry]]) -> None:
         self.members, self._bucket = members, segments[0].entry.bucket
         self._lengths = [len(segment.tokens) for segment in segments]
         self._seen = max(segment.start + len(segment.tokens) for segment in segments)
@@ -102,14 +105,12 @@ class _Batch:
         return [output[row : row + 1, :n] for row, n in enumerate(self._lengths)]
 
 
-class PrefillContext:
+class PrefillContext(ABC, Generic[E]):
     """Attention context of one forward pass over concatenated segments."""
 
-    def __init__(self, segments: list[PrefillChunk]) -> None:
+    def __init__(self, segments: list[PrefillChunk[E]]) -> None:
         self.segments = segments
         self._layers = 0  # called so far
-        self._varlen: VarlenAttention | None = None
-        self._by_bucket: list[_Batch] | None = None
 
     def begin(self) -> None:
         """Start a forward pass: layers are numbered in the order of their calls."""
@@ -138,6 +139,38 @@ class PrefillContext:
             end += len(segment.tokens)
             rows.append(end - 1)
         return rows
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """Store the next layer's keys and values; attend to them and to the entries' earlier ones."""
+
+    def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
+        """Segments of equal length share a call; entries keep the states."""
+        layer, self._layers = self._layers, self._layers + 1
+        calls: dict[tuple[int, bool], list[tuple[int, PrefillChunk[E]]]] = {}
+        start = 0
+        for segment in self.segments:
+            calls.setdefault((len(segment.tokens), segment.fresh), []).append((start, segment))
+            start += len(segment.tokens)
+        row = torch.empty_like(hidden[0])
+        for (length, fresh), members in calls.items():
+            firsts = torch.tensor([first for first, _ in members], device=hidden.device)
+            places = firsts[:, None] + torch.arange(length, device=hidden.device)
+            before = None if fresh else stack_states([segment.entry.states[layer] for _, segment in members])
+            output, after = call(places, before)
+            row[places.flatten()] = output.flatten(0, 1)
+            for i, (_, segment) in enumerate(members):
+                segment.entry.states[layer] = {name: state[i] for name, state in after.items()}
+        return row[None]
+
+
+class BucketPrefillContext(PrefillContext[BucketEntry]):
+    """Attention context of a pass that appends tokens to entries of buckets."""
+
+    def __init__(self, segments: list[PrefillChunk[BucketEntry]]) -> None:
+        super().__init__(segments)
+        self._varlen: VarlenAttention | None = None
+        self._by_bucket: list[_Batch] | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         layer, self._layers = self._layers, self._layers + 1
@@ -184,34 +217,20 @@ class PrefillContext:
             self._by_bucket = [batch for batch in batches if batch.scores <= MASK_ELEMENTS and not batch.is_long_chunk]
         return self._by_bucket
 
-    def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
-        """Segments of equal length share a call; entries keep the states."""
-        layer, self._layers = self._layers, self._layers + 1
-        calls: dict[tuple[int, bool], list[tuple[int, PrefillChunk]]] = {}
-        start = 0
-        for segment in self.segments:
-            calls.setdefault((len(segment.tokens), segment.fresh), []).append((start, segment))
-            start += len(segment.tokens)
-        row = torch.empty_like(hidden[0])
-        for (length, fresh), members in calls.items():
-            firsts = torch.tensor([first for first, _ in members], device=hidden.device)
-            places = firsts[:, None] + torch.arange(length, device=hidden.device)
-            before = None if fresh else stack_states([segment.entry.states[layer] for _, segment in members])
-            output, after = call(places, before)
-            row[places.flatten()] = output.flatten(0, 1)
-            for i, (_, segment) in enumerate(members):
-                segment.entry.states[layer] = {name: state[i] for name, state in after.items()}
-        return row[None]
-
     @staticmethod
     def _one(
-        segment: PrefillChunk, layer: int, query: Tensor, like_k: Tensor, like_v: Tensor, options: AttentionOptions
+        segment: PrefillChunk[BucketEntry],
+        layer: int,
+        query: Tensor,
+        like_k: Tensor,
+        like_v: Tensor,
+        options: AttentionOptions,
     ) -> Tensor:
         """Attention of one segment to its entry and its ancestors; [1, n, H, V]."""
         n, end = len(segment.tokens), segment.start + len(segment.tokens)
-        spans: list[tuple[CacheEntry, int]] = [(segment.entry, end)]
+        spans = [(segment.entry, end)]
         while (parent := spans[0][0].parent) is not None:
-            spans.insert(0, (parent, parent.length))
+            spans.insert(0, (cast(BucketEntry, parent), parent.length))
         stores = [(entry, length, entry.bucket.layer(layer, like_k, like_v)) for entry, length in spans]
         key = torch.cat([k[entry.index, :, :length] for entry, length, (k, _) in stores], dim=1)[None]
         value = torch.cat([v[entry.index, :, :length] for entry, length, (_, v) in stores], dim=1)[None]

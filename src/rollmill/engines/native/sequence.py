@@ -53,6 +53,11 @@ class SequenceGroup(RunningRequest):
                 row.proposal = activate_draft(draft, row.tokens, self.limit)
             self.waiting.append(row)
 
+    @property
+    def is_prefilled(self) -> bool:
+        """True if all tokens of the prompt are cached."""
+        return self.entry is not None and self.prefilled == len(self.request.prompt_ids)
+
     def reset_prompt(self) -> None:
         """Have the prompt prefilled again for waiting completions; running ones keep their prompt entry."""
         if self.entry is not None:
@@ -61,8 +66,8 @@ class SequenceGroup(RunningRequest):
 
     def prompts(self) -> list[CacheEntry]:
         """Give up and return all cache entries of the prompt."""
-        found = [*self.older, *([] if self.entry is None else [self.entry])]
-        self.entry, self.older = None, []
+        self.reset_prompt()
+        found, self.older = self.older, []
         return found
 
     def hand_out(self, row: SequenceState) -> None:
@@ -84,6 +89,7 @@ class SequenceState:
     kept: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)  # `DraftUse` of the tokens
+    started: int = 0  # its number among the completions that started, from 1 on; 0: it has not
     started_at: float | None = None
     stop_reason: StopReason | None = None
     repetition: RepetitionDetector | None = None
@@ -123,6 +129,11 @@ class SequenceState:
     def has_draft(self) -> bool:
         """True if tokens of an earlier completion are left to verify."""
         return self.proposal is not None and not self.proposal.guessed and self.stop_reason is None
+
+    @property
+    def draft_window(self) -> int:
+        """Number of draft tokens to verify in the next pass."""
+        return 0 if self.proposal is None else min(self.proposal.window, self.proposal.left(len(self.tokens)))
 
     def next_draft_tokens(self, count: int) -> list[int]:
         """Up to `count` draft tokens that may come next."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.models.cpu.int8 import Int8Linear, int8_linears, require_int8_products
+from rollmill.models.fused_layers import INPUT_LAYERS
 from rollmill.models.lora import adapted_layers, copy_without_adapters, merged_weight, merges_adapters
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.weights.buckets import copy_whole
@@ -48,6 +49,7 @@ class EngineWeights:
         merges = bool(adapted_layers(trained)) and merges_adapters(trained)
         same = self._device == here and all(p.dtype == dtype for p in trained.parameters())
         own = not int8 and not adapted_layers(trained) and same
+        self._storages: dict[int, tuple[torch.UntypedStorage, int]] = {}  # of the copy, with their sizes
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._by_name: dict[str, Tensor] = {}  #: copies, by the name of their parameter
         self._merged: list[tuple[Tensor, Callable[[], Tensor]]] = []
@@ -62,12 +64,13 @@ class EngineWeights:
 
     def bytes(self) -> int:
         """Bytes of the copy, besides the trained parameters."""
-        return sum(twin.untyped_storage().nbytes() for twin in self._twins()) + sum(each.nbytes for each in self._int8)
+        cast = sum(storage.nbytes() for storage, _ in self._storages.values())
+        return cast + sum(each.nbytes for each in self._int8)
 
     def destroy(self) -> None:
         """Free the copy's memory; `refresh` allocates it again."""
-        for twin in self._twins():
-            twin.untyped_storage().resize_(0)
+        for storage, _ in self._storages.values():
+            storage.resize_(0)
         for layer in self._int8:
             layer.unload()
         self.updated()
@@ -76,8 +79,7 @@ class EngineWeights:
     def refresh(self) -> None:
         """Update the copy, if there is one and it is stale."""
         if self._stale:
-            for twin in self._twins():
-                twin.untyped_storage().resize_(twin.nbytes)
+            self._allocate()
             if self._copies:
                 torch._foreach_copy_([twin for twin, _ in self._copies], [own for _, own in self._copies])
             for twin, merge in self._merged:
@@ -89,13 +91,45 @@ class EngineWeights:
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Fill the copy, tensor by tensor; from now on the trained parameters are not read any more."""
-        for twin in self._by_name.values():
-            twin.untyped_storage().resize_(twin.nbytes)
+        self._allocate()
         copy_whole(weights, self._by_name, self._dtype)
         self._is_loaded, self._stale = True, False
 
-    def _twins(self) -> list[Tensor]:
-        return [twin for twin, _ in (*self._copies, *self._merged)]
+    def _allocate(self) -> None:
+        for storage, size in self._storages.values():
+            if storage.nbytes() != size:  # a GPU would move it in any case
+                storage.resize_(size)
+
+    def _new_twin(self, like: Tensor, rows: int | None = None) -> Tensor:
+        """Memory for a cast with the shape of a parameter, or with other rows. It is empty until it is used where the
+        parameter is on another device: a trainer whose explorers roll out never uses it."""
+        shape = like.shape if rows is None else (rows, *like.shape[1:])
+        made = torch.empty(shape, dtype=self._dtype, device=self._device)
+        storage = made.untyped_storage()
+        self._storages[storage._cdata] = storage, storage.nbytes()
+        if self._device != like.device:
+            storage.resize_(0)
+        return made
+
+    def _new_twins_side_by_side(self, model: nn.Module) -> dict[int, Tensor]:
+        """Memory for casts of layers with the same input, by the id of their weight: a GPU multiplies with them at
+        once."""
+        found: dict[int, Tensor] = {}
+        for module in model.modules() if self._device.type == "cuda" else ():
+            for names in INPUT_LAYERS:
+                layers = [getattr(module, name, None) for name in names]
+                weights = [getattr(getattr(layer, "base_layer", layer), "weight", None) for layer in layers]
+                parts = [each for each in weights if isinstance(each, nn.Parameter) and not self._computes_with(each)]
+                if len(parts) == len(names) and len({(each.dim(), each.shape[-1]) for each in parts}) == 1:
+                    rows = [len(each) for each in parts]
+                    room = self._new_twin(parts[0], sum(rows))
+                    found |= {id(each): part for each, part in zip(parts, room.split(rows), strict=True)}
+        return found
+
+    def _computes_with(self, parameter: Tensor) -> bool:
+        """True if a parameter needs no cast."""
+        fits = parameter.dtype == self._dtype or not parameter.is_floating_point()
+        return fits and parameter.device == self._device
 
     def _twin(self, model: nn.Module, dtype: torch.dtype, merges: bool) -> nn.Module:
         """Copy the modules, without adapters if these are merged; tied parameters stay tied."""
@@ -106,6 +140,7 @@ class EngineWeights:
             own = [each for each in recurrent.buffers() if id(each) in saved and each.is_floating_point()]
             memo |= {id(buffer): buffer.to(self._device, dtype) for buffer in own}
         sources: dict[int, Callable[[], Tensor]] = {}  # of the twins that are rounded to 8 bits
+        together = self._new_twins_side_by_side(model)
         for name, parameter in model.named_parameters():
             layer = layers.get(id(parameter))
             if id(parameter) in self._in_8_bits:
@@ -113,15 +148,12 @@ class EngineWeights:
                 memo[id(parameter)] = twin
                 sources[id(twin)] = _data_of(parameter) if layer is None else _merge_of(layer)
                 continue
-            same = parameter.dtype == dtype or not parameter.is_floating_point()
-            same = same and parameter.device == self._device
-            if merges if ".lora_" in name else layer is None and same:
+            if merges if ".lora_" in name else layer is None and self._computes_with(parameter):
                 memo[id(parameter)] = parameter
                 continue
-            twin = nn.Parameter(torch.empty_like(parameter, dtype=dtype, device=self._device), requires_grad=False)
+            place = together.get(id(parameter))
+            twin = nn.Parameter(self._new_twin(parameter) if place is None else place, requires_grad=False)
             memo[id(parameter)] = twin
-            if self._device != parameter.device:  # many are never used: those of a trainer whose explorers roll out
-                twin.data.untyped_storage().resize_(0)
             if layer is None:
                 self._copies.append((twin.data, parameter))
                 self._by_name[name] = twin.data
