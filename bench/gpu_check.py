@@ -232,7 +232,7 @@ def _trained_against_roof(model: str, batch: Batch, roof: Measured, mine: Measur
 
 def _data_sheet() -> Any:
     """The data sheet of this GPU; None if its name is not known."""
-    from rollmill.apps.plan.planning.gpus import GPU_KINDS  # whose package needs what may be missing
+    from rollmill.models.gpu_kinds import GPU_KINDS  # whose package needs what may be missing
 
     torch = importlib.import_module("torch")
     name = torch.cuda.get_device_properties(0).name.lower()

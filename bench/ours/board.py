@@ -34,8 +34,8 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         setup = set_up_run(loaded, folder, None)
-        context = setup.context(loaded, folder, Buffers(folder, setup.run_id, read_only=True))
-        stage = Stage(loaded.stages[-1], setup.policy, setup.tasks[-1], context, index=0, first_version=0)
+        context = setup.context(folder, Buffers(folder, setup.run_id, read_only=True))
+        stage = Stage(setup.loaded.stages[-1], setup.policy, setup.tasks[-1], context, index=0, first_version=0)
 
         evaluating = stage
         if args.evaluate:

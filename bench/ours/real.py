@@ -21,8 +21,8 @@ async def serve_steps(channel: Channel, settings: list[str]) -> None:
 
     loaded = load_run(ROOT / "examples" / "real.yaml", [*settings, "threads=1"])
     with tempfile.TemporaryDirectory() as folder:
-        policy, tasks, context = prepare_first_stage(loaded, Path(folder))
-        stage = Stage(loaded.stages[-1], policy, tasks[-1], context, index=0, first_version=0)
+        setup, context = prepare_first_stage(loaded, Path(folder))
+        stage = Stage(setup.loaded.stages[-1], setup.policy, setup.tasks[-1], context, index=0, first_version=0)
         channel.say(dtype=context.precision, versions=versions("torch", "transformers", "gguf"))
         for _ in channel.commands():
             started, cpu = time.perf_counter(), time.process_time()

@@ -433,7 +433,7 @@ class VarlenAttention:
         """[T, H, D], [T, K, D], [T, K, D] -> [T, H, D]. The kernel aligns causal masks with the last key."""
         if self._rows is not None:
             k, v = k.index_select(0, self._rows), v.index_select(0, self._rows)
-        grouped = {}
+        grouped: dict[str, Any] = {}
         if (heads := q.shape[1] // k.shape[1]) > 1:
             if "enable_gqa" in inspect.signature(varlen_attn).parameters:
                 grouped["enable_gqa"] = True

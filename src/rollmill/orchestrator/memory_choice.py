@@ -63,9 +63,11 @@ Explorers = Sequence[StageConfig] | None
 
 
 def explorers_beside(config: RunConfig, stages: Sequence[StageConfig]) -> list[Explorers]:
-    """Returns the explorers that share the trainer's GPU, of each stage."""
+    """Returns the explorers that share the trainer's GPU, of each stage; none where vLLM has GPUs of its own."""
     engines = engines_on_device(config)
-    return [None if engines is None else explorers_on_device(stage, engines) for stage in stages]
+    if engines is not None:
+        return [explorers_on_device(stage, engines) for stage in stages]
+    return [[] if getattr(stage.engine, "gpus", None) else None for stage in stages]
 
 
 def leaves_choice(stage: StageConfig) -> bool:
