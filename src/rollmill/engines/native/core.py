@@ -83,7 +83,7 @@ class EngineCore:
         self._prefill_tokens = prefill_tokens
         self._keep = keep
         self._cache_gb = cache_gb
-        self._cache = build_cache(self.weights.model, dtype, cache_gb)
+        self._cache = build_cache(model, dtype, cache_gb, next(self.weights.model.parameters()).device)
         self.prefixes = PrefixCache(self._cache, prefix_cache_bytes)
         self._runner = ModelRunner(
             self.weights.model, self._cache, self.prefixes, prefill_tokens, context, record_routing

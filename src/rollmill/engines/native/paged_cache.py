@@ -377,13 +377,15 @@ class PagedDecoder(Decoder):
         return self._positions
 
 
-def build_cache(model: nn.Module, dtype: torch.dtype, cache_gb: float | None) -> KVCache:
+def build_cache(
+    model: nn.Module, dtype: torch.dtype, cache_gb: float | None, device: torch.device
+) -> KVCache:
     """Build the cache of a model that computes in `dtype`: in pages if the GPU's kernel can read them, else in buckets.
 
     Args:
+        model: may be on another device, as the weights of a sharded trainer are at first.
         cache_gb: its limit in GiB; None: it has none.
     """
-    device = next(model.parameters()).device
     limit = None if cache_gb is None else int(cache_gb * 2**30)
     if limit is None and device.type != "cuda":
         return BucketCache()

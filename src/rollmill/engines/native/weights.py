@@ -100,16 +100,17 @@ class EngineWeights:
             if storage.nbytes() != size:  # a GPU would move it in any case
                 storage.resize_(size)
 
-    def _new_twin(self, like: Tensor, rows: int | None = None) -> Tensor:
-        """Memory for a cast with the shape of a parameter, or with other rows. It is empty until it is used where the
-        parameter is on another device: a trainer whose explorers roll out never uses it."""
-        shape = like.shape if rows is None else (rows, *like.shape[1:])
-        made = torch.empty(shape, dtype=self._dtype, device=self._device)
+    def _new_twins(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        """Memory for casts of parameters, one behind the other. It is freed until it is used where they are on another
+        device: a trainer whose explorers roll out never uses it."""
+        sizes = [each.numel() for each in parameters]
+        made = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+        twins = [part.view(each.shape) for part, each in zip(made.split(sizes), parameters, strict=True)]
         storage = made.untyped_storage()
         self._storages[storage._cdata] = storage, storage.nbytes()
-        if self._device != like.device:
+        if self._device != parameters[0].device:
             storage.resize_(0)
-        return made
+        return twins
 
     def _new_twins_side_by_side(self, model: nn.Module) -> dict[int, Tensor]:
         """Memory for casts of layers with the same input, by the id of their weight: a GPU multiplies with them at
@@ -121,9 +122,7 @@ class EngineWeights:
                 weights = [getattr(getattr(layer, "base_layer", layer), "weight", None) for layer in layers]
                 parts = [each for each in weights if isinstance(each, nn.Parameter) and not self._computes_with(each)]
                 if len(parts) == len(names) and len({(each.dim(), each.shape[-1]) for each in parts}) == 1:
-                    rows = [len(each) for each in parts]
-                    room = self._new_twin(parts[0], sum(rows))
-                    found |= {id(each): part for each, part in zip(parts, room.split(rows), strict=True)}
+                    found |= {id(each): twin for each, twin in zip(parts, self._new_twins(parts), strict=True)}
         return found
 
     def _computes_with(self, parameter: Tensor) -> bool:
@@ -152,7 +151,7 @@ class EngineWeights:
                 memo[id(parameter)] = parameter
                 continue
             place = together.get(id(parameter))
-            twin = nn.Parameter(self._new_twin(parameter) if place is None else place, requires_grad=False)
+            twin = nn.Parameter(self._new_twins([parameter])[0] if place is None else place, requires_grad=False)
             memo[id(parameter)] = twin
             if layer is None:
                 self._copies.append((twin.data, parameter))
