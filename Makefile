@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: each would compile the modules that it imports where this variable is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough test-simulated-gpu test-simulated-gpu-thorough net fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup templates-setup docs gpu-check wheels clean
+.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough test-simulated-gpu test-simulated-gpu-thorough net fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup templates-setup docs gpu-check gpu-wheels wheels clean
 
 setup: $(STAMP)
 
@@ -145,9 +145,18 @@ vllm-setup:
 bench: bench-setup
 	$(BIN)/python -m bench $(NAME)
 
-# Installs nothing: uses whatever python3 has torch and transformers.
+# Installs nothing: uses whatever python3 has torch, and what gpu-wheels brought.
 gpu-check:
-	PYTHONPATH=$(SOURCES) $(PYTHON) -m bench gpu_check
+	for wheel in build/gpu-wheels/*.whl; do test ! -e "$$wheel" || $(PYTHON) -m zipfile -e "$$wheel" build/gpu-packages; done
+	PYTHONPATH=$(SOURCES):$(abspath build/gpu-packages) $(PYTHON) -m bench gpu_check
+
+# What machines with torch lack, for gpu-check on one without a network. GPU_PYTHON is that machine's.
+GPU_PYTHON ?= 3.12
+gpu-wheels: setup
+	rm -rf build/gpu-wheels
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+		--implementation cp $(foreach each,2_28 2_27 2_17 2_12 2_5 2014 1,--platform manylinux$(if $(findstring _,$(each)),_)$(each)_x86_64) \
+		--dest build/gpu-wheels --requirement bench/gpu_packages.txt
 
 # rollmill and its libraries, in dist/. What setuptools built before would stay in a wheel, even where its source is gone.
 wheels: setup

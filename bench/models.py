@@ -27,6 +27,7 @@ SHAPES = {
     "m25": Shape(512, 8, 8, 4, 1344, 4096, 64, 0.05),  # 24.9M
     "m135": Shape(576, 30, 9, 3, 1536, 49_152, 64, 0.04),  # 135M, the shape of SmolLM2-135M
     "m600": Shape(1024, 28, 16, 8, 3072, 151_936, 128, 0.02),  # 596M, the shape of Qwen3-0.6B
+    "m7600": Shape(4096, 36, 32, 8, 12_288, 151_936, 128, 0.02),  # 7.6B, the shape of Qwen3-8B with one embedding
 }
 
 
@@ -54,6 +55,21 @@ def model_dir(name: str) -> Path:
     return folder
 
 
+def make_model(name: str, dtype: Any, device: str = "cpu") -> Any:
+    """A benchmark model with random weights, made on the device itself, and written nowhere."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return Qwen3ForCausalLM(_config(SHAPES[name]))
+    finally:
+        torch.set_default_dtype(before)
+
+
 def set_allocator(name: str) -> None:
     """Set glibc's allocator as `rollmill run` does for a checkpoint of this size in bf16."""
     from rollmill.models.cpu.host_memory import keep_freed_blocks, return_large_blocks
@@ -64,12 +80,10 @@ def set_allocator(name: str) -> None:
         keep_freed_blocks()
 
 
-def _write_model(folder: Path, shape: Shape) -> None:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def _config(shape: Shape) -> Any:
+    from transformers import Qwen3Config
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    return Qwen3Config(
         **shape._asdict(),
         tie_word_embeddings=True,
         max_position_embeddings=2048,
@@ -77,7 +91,14 @@ def _write_model(folder: Path, shape: Shape) -> None:
         bos_token_id=None,
         eos_token_id=shape.vocab_size,
     )
-    model: Any = Qwen3ForCausalLM(config)
+
+
+def _write_model(folder: Path, shape: Shape) -> None:
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = Qwen3ForCausalLM(_config(shape))
     dtype = torch.bfloat16 if shape.hidden_size >= 1024 else torch.float32
     model.to(dtype).save_pretrained(folder)
 

@@ -46,30 +46,40 @@ def weights(shape: Shape) -> tuple[int, int]:
     return shape.num_hidden_layers * layer, shape.vocab_size * shape.hidden_size
 
 
+def decode_bytes(shape: Shape, batch: Batch, dtype: str) -> list[int]:
+    """Bytes that each decode pass of a rollout reads: weights, keys and values, and logits, each once."""
+    size = _BYTES[dtype]
+    layers, head = weights(shape)
+    kept = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * size  # keys and values of a token
+    each = size * (layers + head + batch.completions * shape.vocab_size)
+    prompts = batch.prompts * batch.prompt
+    return [each + kept * (prompts + batch.completions * generated) for generated in range(1, batch.new_tokens)]
+
+
 def rollout_seconds(shape: Shape, batch: Batch, dtype: str, roof: Measured) -> tuple[float, str]:
     """Least seconds of a rollout, and what bounds most of its passes: `products` or `memory`."""
     rate, reading = (1e9 * statistics.median(roof.values(key)) for key in (dtype, "read_gb_s"))
     layers, head = weights(shape)
-    size = _BYTES[dtype]
-    kept = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * size  # keys and values of a token
-    rows = batch.completions
-    products = 2 * rows * (layers + head) / rate
+    products = 2 * batch.completions * (layers + head) / rate
     seconds = 2 * batch.prompts * (batch.prompt * layers + head) / rate
     by_products = 0
-    for generated in range(1, batch.new_tokens):
-        attended = batch.prompts * batch.prompt + rows * generated
-        memory = (size * (layers + head + rows * shape.vocab_size) + kept * attended) / reading
+    for read in decode_bytes(shape, batch, dtype):
+        memory = read / reading
         seconds += max(products, memory)
         by_products += products > memory
     return seconds, "products" if 2 * by_products >= batch.new_tokens else "memory"
 
 
-def training_seconds(shape: Shape, batch: Batch, dtype: str, roof: Measured) -> float:
-    """Least seconds of forward and backward pass, with each prompt once."""
+def training_operations(shape: Shape, batch: Batch) -> int:
+    """Operations of the products of forward and backward pass, with each prompt once; nothing is computed again."""
     layers, head = weights(shape)
     actions = batch.completions * batch.new_tokens
-    operations = 3 * 2 * ((batch.prompts * batch.prompt + actions) * layers + actions * head)
-    return operations / (1e9 * statistics.median(roof.values(dtype)))
+    return 3 * 2 * ((batch.prompts * batch.prompt + actions) * layers + actions * head)
+
+
+def training_seconds(shape: Shape, batch: Batch, dtype: str, roof: Measured) -> float:
+    """Least seconds of forward and backward pass."""
+    return training_operations(shape, batch) / (1e9 * statistics.median(roof.values(dtype)))
 
 
 def share(least_seconds: float, seconds: list[float]) -> float:

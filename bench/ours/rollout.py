@@ -12,12 +12,13 @@ import json
 import time
 from typing import Any
 
+from bench.models import SHAPES, make_model
 from bench.worker import Channel, serve, versions
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True, help="checkpoint folder")
+    parser.add_argument("--model", required=True, help="checkpoint folder, or the name of a model that is made here")
     parser.add_argument("--prompts", required=True, help="JSON: token ids of every prompt")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--group", type=int, default=8)
@@ -40,7 +41,11 @@ def main() -> None:
     if args.device == "cpu":
         torch.set_num_threads(1)
     began = time.perf_counter()
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(args.device).eval()
+    model: Any
+    if args.model in SHAPES:
+        model = make_model(args.model, torch.bfloat16, args.device).eval()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(args.device).eval()
     loaded = time.perf_counter()
     precision = args.dtype
     if precision == "auto":
@@ -85,7 +90,8 @@ def main() -> None:
         completions, first_s = asyncio.run(batch())
         seconds = time.perf_counter() - began
         tokens = sum(len(completion.token_ids) for completion in completions)
-        return {
+        gpu = {"peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2)} if args.device == "cuda" else {}
+        return gpu | {
             "seconds": seconds,
             "tokens": tokens,
             "tokens_per_s": tokens / seconds,

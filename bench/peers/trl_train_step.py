@@ -30,7 +30,8 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(1)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
     folder = model_dir(args.model)
     groups = rollouts(SHAPES[args.model].vocab_size, [(20, [args.new_tokens] * args.group)] * args.prompts)
     by_prompt = {" ".join(f"w{token}" for token in prompt): (prompt, completions) for prompt, completions in groups}
@@ -63,7 +64,7 @@ def main() -> None:
         args=GRPOConfig(**settings(args)),
         train_dataset=Dataset.from_dict({"prompt": list(by_prompt)}),
         rollout_func=made_up,
-        callbacks=[pace(channel, report)],
+        callbacks=[pace(channel, report, args.device)],
     )
     channel.say(startup_s=time.perf_counter() - began, versions=versions("trl", "torch", "transformers"))
     trainer.train()

@@ -1,4 +1,4 @@
-"""Worker: one batch of completions per command with vLLM's CPU build. Runs in vLLM's environment."""
+"""Worker: one batch of completions per command with vLLM, on one core or a GPU. Runs in vLLM's environment."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     args = parser.parse_args()
     channel = Channel()
-    os.environ |= {
-        "VLLM_CPU_OMP_THREADS_BIND": os.environ["ROLLMILL_BENCH_CORE"],
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    if (core := os.environ.get("ROLLMILL_BENCH_CORE")) is not None:
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": core, "VLLM_CPU_KVCACHE_SPACE": "2"}
     from vllm import LLM, SamplingParams
 
     began = time.perf_counter()
-    llm = LLM(args.model, dtype=args.dtype, skip_tokenizer_init=True, max_model_len=512, max_num_seqs=256)
+    length = max(512, 64 + args.new_tokens)
+    gpu = {} if core is not None else {"gpu_memory_utilization": 0.4}  # other sides have the rest
+    llm = LLM(args.model, dtype=args.dtype, skip_tokenizer_init=True, max_model_len=length, max_num_seqs=256, **gpu)
     startup_s = time.perf_counter() - began
     prompts = [{"prompt_token_ids": ids} for ids in json.loads(args.prompts)]
     sampling = SamplingParams(

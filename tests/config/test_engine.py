@@ -41,6 +41,24 @@ CASES = {
         GOOD + "placement: {name: ray, explorers: [{engine: {name: vllm, sleep: true}}, {}]}",
         "run.yaml:4: placement.explorers.0.engine.sleep: explorers on Ray do not sleep; remove it",
     ),
+    "a GPU of vLLM that is the trainer's": (
+        GOOD + "engine: {name: vllm, gpus: [0, 2]}",
+        "run.yaml:4: engine.gpus: the trainer uses GPU 0; give others, or remove this to share the GPU",
+    ),
+    "a GPU of vLLM that is a rank's": (
+        GOOD + "engine: {name: vllm, gpus: [1, 2]}\ntrainer: {ranks: 2, sharding: fsdp}",
+        "run.yaml:4: engine.gpus: the trainer uses GPUs 0 to 1; give others",
+    ),
+    "a GPU twice": (GOOD + "engine: {name: vllm, gpus: [1, 1]}", "engine.gpus: [1, 1] are no different GPUs"),
+    "a sleep on an own GPU": (GOOD + "engine: {name: vllm, gpus: [1], sleep: true}", "engine.gpus: vLLM sleeps to"),
+    "GPUs of explorers on Ray": (
+        GOOD + "engine: {name: vllm, gpus: [1]}\nplacement: ray",
+        "engine.gpus: Ray chooses the GPUs of explorers; say how many each gets by placement.gpus",
+    ),
+    "GPUs of explorers of a kind": (
+        GOOD + "placement: {name: ray, explorers: [{engine: {name: vllm, gpus: [1]}}, {}]}",
+        "run.yaml:4: placement.explorers.0.engine.gpus: Ray chooses the GPUs",
+    ),
     "an option that is a key": (
         GOOD + "engine: {name: vllm, options: {max_num_seqs: 4}}",
         "max_num_seqs is no option: it is rollout.max_sequences; remove it",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.engine_gaps import scored_batch
 from support.simulated_cuda.trace import Trace, launches_nothing
 from support.toys import toy_model
 
@@ -22,7 +23,6 @@ from rollmill.engines.native import NativeEngine, model_runner
 from rollmill.models.transfers import to_device, to_host
 from rollmill.trainer import Trainer
 from rollmill.trainer.batch import build_token_table
-from rollmill.types import Experience, experience_from_completion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("simulated")]
 
@@ -134,29 +134,13 @@ def test_conversations_are_hardly_captured(counted: Counted) -> None:
     assert counted.captures / counted.steps <= CAPTURES_IN_CONVERSATIONS
 
 
-def batch(model: Any) -> list[Experience]:
-    """64 completions of 8 prompts, with rewards that differ."""
-    running = NativeEngine(model, context=256, dtype=torch.bfloat16)
-    running.weights_updated(0)
-    sampling = SamplingConfig(max_new_tokens=20)
-    prompts = [list(range(8, 18 + number)) for number in range(8)]
-    groups = generate(running, [GenerationRequest(each, sampling, n=8, seed=i) for i, each in enumerate(prompts)])
-    made = []
-    for group, completions in enumerate(groups):
-        for each in completions:
-            name = {"id": f"{group}/{each.index}", "task_id": f"t{group}", "group": str(group), "prompt": "p"}
-            made.append(experience_from_completion(each, **name, temperature=1.0))
-            made[-1].reward = float(np.random.default_rng(each.index + 10 * group).random() > 0.5)
-    return made
-
-
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_transfers_of_a_training_step(name: str) -> None:
     options: Any = GRPO() if name == "grpo" else PPO(critic={"lr": 1e-3})
     counts, passes = [], []
     for tokens in (100_000, 300):
         model = toy_model("qwen3", num_hidden_layers=2, **SIZES).cuda()
-        experiences = batch(model)
+        experiences = scored_batch(model)
         config = TrainerConfig(lr=1e-3, precision="bf16", micro_batch_tokens=tokens)
         trainer = Trainer(model, build_recipe(options, max_new_tokens=20), config, total_steps=10, device="cuda")
         table = build_token_table(experiences, torch.device("cuda"))

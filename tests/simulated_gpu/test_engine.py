@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from support.simulated_cuda.trace import Trace
 from support.toys import toy_model
 
 from bench.tiny_architectures import VOCABULARY, tiny_model
+from rollmill.models import attention
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("simulated")]
+pytestmark = pytest.mark.gpu
 
+SIMULATED = os.environ.get("SIMULATED_CUDA") == "1"
 TRUNCATED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
 
 
@@ -42,34 +46,50 @@ def test_a_model_that_waits_for_the_device_is_decoded_without_captures(caplog: p
     assert "cannot be captured" in caplog.text
 
 
-def attended_by_flash(model: Any, vocabulary: int = 130) -> int:
-    """How often the flash kernel ran in prefill and training; both must agree, by it or without it."""
-    with Trace() as trace:
+def require_agreement(model: Any, vocabulary: int = 130, *, flash: bool) -> None:
+    """Prefill and training agree, and attend by the flash kernel or without it, which the simulated device counts."""
+    with Trace() if SIMULATED else nullcontext() as trace:
         experiences, _ = rolled_out(model.cuda(), vocabulary=vocabulary, new_tokens=4)
         gaps = trained_gaps(model, experiences)
     assert float(gaps.mean()) < 0.05  # both compute in bf16
-    return sum(count for name, count in trace.ops.items() if "flash" in name or "varlen" in name)
+    if trace is not None:
+        assert flash == any("flash" in name or "varlen" in name for name in trace.ops)
 
 
 def test_attention_by_the_flash_kernel() -> None:
-    assert attended_by_flash(toy_model("qwen3")) > 0
+    require_agreement(toy_model("qwen3"), flash=True)
+
+
+def test_a_kernel_that_takes_no_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch 2.11."""
+    kernel = attention.varlen_attn
+
+    def without_groups(
+        query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
+        scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    ) -> Any:  # fmt: skip
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        return kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(attention, "varlen_attn", without_groups)
+    require_agreement(toy_model("qwen3"), flash=True)
 
 
 @pytest.mark.parametrize("size", [20, 264])
 def test_head_sizes_that_the_flash_kernel_lacks(size: int) -> None:
     """It takes multiples of 8 up to 256."""
-    assert attended_by_flash(toy_model("qwen3", head_dim=size, num_hidden_layers=1)) == 0
+    require_agreement(toy_model("qwen3", head_dim=size, num_hidden_layers=1), flash=False)
 
 
 def test_heads_whose_values_have_another_size() -> None:
     """As in multi-head latent attention."""
-    assert attended_by_flash(tiny_model("deepseek_v3"), VOCABULARY) == 0
+    require_agreement(tiny_model("deepseek_v3"), VOCABULARY, flash=False)
 
 
 def test_a_gpu_before_ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flash kernel refuses it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    assert attended_by_flash(toy_model("qwen3")) == 0
+    require_agreement(toy_model("qwen3"), flash=False)
 
 
 def test_decay_rates_that_are_buffers_follow_the_weights() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +67,28 @@ RUNS: dict[str, dict[str, Any]] = {
     "CHORD": {"algorithm": {"name": "chord"}},
     "repetition": {"rollout": {"repetition": {"period": 1, "times": 3, "tokens": 3, "penalty": 0.25}}},
     "LoRA, offloaded": KL | {"checkpoint_of": "qwen3", "model": LORA, "offload": OFFLOADED | {"reference": "auto"}},
+    "several turns": {"plugins": ["turns.py"], "workflow": "turns", "rewards": None, "rollout": {"max_new_tokens": 8}},
     "mixture of experts": {"checkpoint_of": "qwen3_moe"},
     "sliding window and soft cap": KL | {"checkpoint_of": "gemma2"},
     "Mixtral": {"checkpoint_of": "mixtral"},
     "Gemma": {"checkpoint_of": "gemma"},
 }
-EAGER = {"SFT"}
+if os.environ.get("SIMULATED_CUDA") != "1" and find_spec("vllm") is not None:
+    RUNS |= {
+        "vLLM": {"checkpoint_of": "qwen3", "engine": "vllm"},
+        "vLLM that sleeps": {"checkpoint_of": "qwen3", "engine": {"name": "vllm", "sleep": True}},
+    }
+TURNS = """
+import rollmill
+
+
+@rollmill.workflow
+async def turns(task, policy):
+    first = await policy.complete(task.prompt)
+    second = await policy.complete(task.prompt + first.text + "+1=")
+    return float(sum((first.text + second.text).count(each) for each in "02468"))
+"""
+EAGER = {"SFT", "several turns", "vLLM", "vLLM that sleeps"}
 """Runs without decode steps that could be captured."""
 LOOSE = {"asynchronous, old keys and values kept"}
 """Runs whose engine computes with older keys and values on purpose."""
@@ -82,7 +100,9 @@ def test_a_run_trains(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixtur
     if (architecture := changes.pop("checkpoint_of", None)) is not None:
         path = str(toy_checkpoint(tmp_path / "model", architecture))
         changes["model"] = changes.get("model", {}) | {"path": path, "new": None}
-    run_file = tiny_run(tmp_path, **merged(merged({}, BASE), changes) | {"stages": None})
+    (tmp_path / "turns.py").write_text(TURNS)
+    without = dict.fromkeys(["stages", *(key for key, value in changes.items() if value is None)])
+    run_file = tiny_run(tmp_path, **merged(merged({}, BASE), changes) | without)
     with caplog.at_level(logging.WARNING, "rollmill"):
         rollmill.run(run_file, out=tmp_path / "out")
     updates = [each for each in metrics(tmp_path / "out") if "grad_norm" in each]

@@ -11,13 +11,15 @@ from support.tiny import metrics
 
 import rollmill
 
-pytestmark = [pytest.mark.gpu, pytest.mark.thorough]
+pytestmark = pytest.mark.gpu
 
 GAP = 0.05
 """Mean difference of a token's log-prob between engine and trainer, as in test_architectures.py."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[pytest.mark.thorough] * (each != "qwen2_vl")) for each in FAMILIES]
+)
 def test_a_family_trains(family: str, tmp_path: Path) -> None:
     """Imitates, then reinforces: two steps each, with a reference model."""
     rollmill.run(picture_run(tmp_path, family, trainer={"lr": 1e-3, "precision": "bf16"}), out=tmp_path / "out")

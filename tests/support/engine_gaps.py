@@ -1,4 +1,4 @@
-"""Completions of the native engine, and how far the trainer's log-probs of their tokens are from the engine's."""
+"""Completions of the native engine as batches, and how far the trainer's log-probs of their tokens are from its own."""
 
 from __future__ import annotations
 
@@ -40,6 +40,25 @@ def rolled_out(
             name = {"id": f"{group}/{each.index}", "task_id": f"t{group}", "group": str(group), "prompt": "p"}
             found.append(experience_from_completion(each, **name, temperature=1.0))
     return found, engine.counters()
+
+
+def scored_batch(model: Any) -> list[Experience]:
+    """64 completions of 8 prompts, with rewards that differ."""
+    running = NativeEngine(model, context=256, dtype=torch.bfloat16)
+    running.weights_updated(0)
+    sampling = SamplingConfig(max_new_tokens=20)
+
+    async def all_of_them() -> list[Any]:
+        requests = [GenerationRequest(list(range(8, 18 + each)), sampling, n=8, seed=each) for each in range(8)]
+        return await asyncio.gather(*map(running.generate, requests))
+
+    made = []
+    for group, completions in enumerate(asyncio.run(all_of_them())):
+        for each in completions:
+            name = {"id": f"{group}/{each.index}", "task_id": f"t{group}", "group": str(group), "prompt": "p"}
+            made.append(experience_from_completion(each, **name, temperature=1.0))
+            made[-1].reward = float(np.random.default_rng(each.index + 10 * group).random() > 0.5)
+    return made
 
 
 def trained_gaps(model: Any, experiences: list[Experience]) -> Tensor:

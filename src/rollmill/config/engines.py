@@ -105,8 +105,12 @@ class VLLMEngineConfig(EngineSection):
     sleep: bool = False
     """Free the GPU memory of weights and KV cache while the trainer works, which may then share the GPU (vLLM's sleep
     mode). On GPUs only, and with max_staleness 0, in one process."""
+    gpus: list[int] | None = Field(None, min_length=1)
+    """GPUs of this host for vLLM alone, such as [1], or [2, 3], over which it splits the model (tensor parallelism,
+    unless `options` say otherwise). They are numbered as CUDA shows them to the run. Default: the trainer's GPU, which
+    both share."""
     options: dict[str, Any] = {}
-    """Additional arguments of vLLM's `AsyncEngineArgs`, such as tensor_parallel_size."""
+    """Additional arguments of vLLM's `AsyncEngineArgs`, such as quantization."""
     deadline_s: float = Field(600.0, gt=0)
     """Timeout for the process to start, or to load new weights."""
     restarts: int = Field(2, ge=0)
@@ -118,6 +122,15 @@ class VLLMEngineConfig(EngineSection):
     def computes_like_trainer(self) -> bool:
         """False with rounded weights, or rounded keys and values."""
         return not self.options.keys() & {"quantization", "kv_cache_dtype"}
+
+    def conflicts(self) -> dict[str, str]:
+        if self.gpus is None:
+            return {}
+        if len(set(self.gpus)) < len(self.gpus) or min(self.gpus) < 0:
+            return {"gpus": f"{self.gpus} are no different GPUs; give each once, counted from 0"}
+        if self.sleep:
+            return {"gpus": "vLLM sleeps to leave a GPU to the trainer, and has GPUs of its own here; remove `sleep`"}
+        return {}
 
     @field_validator("options")
     @classmethod

@@ -281,9 +281,7 @@ class _RowPositions:
         return key, value
 
 
-_NEEDED = {"scale", "window_size", "enable_gqa"}  # parameters that early versions of the function lack
-
-
+_NEEDED = {"scale", "window_size"}  # parameters that early versions of the function lack
 _WIDEST_HEAD = 256  # of the flash kernels
 
 
@@ -332,6 +330,12 @@ class VarlenAttention:
         """[T, H, D], [T, K, D], [T, K, D] -> [T, H, D]. The kernel aligns causal masks with the last key."""
         if self._rows is not None:
             k, v = k.index_select(0, self._rows), v.index_select(0, self._rows)
+        grouped = {}
+        if (heads := q.shape[1] // k.shape[1]) > 1:
+            if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+                grouped["enable_gqa"] = True
+            else:  # torch before 2.12
+                k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
         output: Any = varlen_attn(
             q.contiguous(),
             k.contiguous(),
@@ -342,7 +346,7 @@ class VarlenAttention:
             self._max_key,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
+            **grouped,
         )
         result: Tensor = output
         return result

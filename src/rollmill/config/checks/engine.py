@@ -47,6 +47,10 @@ def engine_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     if isinstance(engine, VLLMEngineConfig) and engine.sleep and stage.max_staleness > 0:
         text = f"with max_staleness {stage.max_staleness} completions are under way while the trainer works"
         yield ("engine", "sleep"), f"{text}; remove sleep, or set max_staleness: 0"
+    taken = sorted(set(range(stage.trainer.ranks)) & set(getattr(engine, "gpus", None) or ()))
+    if taken:
+        text = "the trainer uses GPUs 0 to" if stage.trainer.ranks > 1 else "the trainer uses GPU"
+        yield ("engine", "gpus"), f"{text} {stage.trainer.ranks - 1}; give others, or remove this to share the GPU"
     if stage.algorithm.uses_rollouts:
         wanted: dict[str, tuple[KeyPath, bool]] = {
             "reuse": (("rollout", "reuse"), stage.rollout.reuse is not None),

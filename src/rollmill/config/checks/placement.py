@@ -12,13 +12,17 @@ from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, format_key_path
 from rollmill.config.workflows import LiveRequestsWorkflow
 
+_RAY_CHOOSES = "Ray chooses the GPUs of explorers; say how many each gets by placement.gpus, and remove this"
+
 
 def placement_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
     """Yields choices of stages that need explorers in the trainer's process, or that an explorer's engine does not
     support."""
     if not isinstance(config.placement, RayPlacement):
         return
-    for stage in stages:
+    for index, stage in enumerate(stages):
+        if isinstance(stage.engine, VLLMEngineConfig) and stage.engine.gpus is not None:
+            yield ("stages", index, "engine", "gpus") if config.stages else ("engine", "gpus"), _RAY_CHOOSES
         for path, reason in _needs_one_process(stage):
             what = f"stage {stage.name} has {format_key_path(path)}, which needs explorers in the trainer's process"
             yield ("placement",), f"{what} ({reason}); remove it, or use placement: inline"
@@ -26,6 +30,8 @@ def placement_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Ite
         if isinstance(kind.engine, VLLMEngineConfig) and kind.engine.sleep:
             text = "explorers on Ray do not sleep; remove it"
             yield ("placement", "explorers", number, "engine", "sleep"), text
+        if isinstance(kind.engine, VLLMEngineConfig) and kind.engine.gpus is not None:
+            yield ("placement", "explorers", number, "engine", "gpus"), _RAY_CHOOSES
         for stage in stages if kind.engine is not None else []:
             for path, text in engine_conflicts(stage.with_engine(kind.engine)):
                 yield (

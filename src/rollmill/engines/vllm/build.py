@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from typing import Any
 
 import torch
 
@@ -40,7 +42,7 @@ def build_vllm(
     """Build the vLLM engine, whose process starts with the first request; it computes in `precision` (bf16 or fp32).
 
     Raises:
-        ConfigError: engine.python is no Python with vLLM; sleep mode is configured without a GPU.
+        ConfigError: engine.python is no Python with vLLM; GPUs or sleep mode are configured that are not there.
         ModelError: vLLM cannot load this model's weights.
     """
     processor = picture_processor(policy.model)
@@ -52,6 +54,7 @@ def build_vllm(
     gpu = policy.device.type == "cuda"
     if section.sleep and not gpu:
         raise ConfigError("engine.sleep: vLLM sleeps on GPUs only, and this run is on a CPU; remove it")
+    gpus = _own_gpus(section, on_gpu=gpu)
     python = section.reader_python()
     found = probe_python(python)
     folder, lock = make_engine_folder(shared_memory_folder())
@@ -73,7 +76,7 @@ def build_vllm(
         "enable_chunked_prefill": gpu,
         "max_num_batched_tokens": at_once if gpu else max(at_once, policy.context),
         "kv_cache_memory_bytes": int(section.cache_gb * 2**30),
-        **({"gpu_memory_utilization": _share_of_gpu(policy, section, precision)} if gpu else {}),
+        **(_gpu_arguments(policy, section, precision) if gpu else {}),
         "enforce_eager": not (gpu if section.compile == "auto" else section.compile),
         **({"enable_sleep_mode": True} if section.sleep else {}),
         **({} if processor is None else _SEEING),
@@ -91,6 +94,7 @@ def build_vllm(
         threads=torch.get_num_threads(),
         deadline_s=section.deadline_s,
         lock=lock,
+        gpus=gpus,
     )
     return VLLMEngine(
         launch,
@@ -102,11 +106,30 @@ def build_vllm(
     )
 
 
-def _share_of_gpu(policy: PolicyModel, section: VLLMEngineConfig, precision: str) -> float:
-    """The share of the GPU's memory that has to be free when vLLM starts: its weights, its cache, and room to work.
+def _own_gpus(section: VLLMEngineConfig, *, on_gpu: bool) -> list[str]:
+    """The GPUs of `engine.gpus` by the names that CUDA_VISIBLE_DEVICES has for them: numbers, or UUIDs."""
+    if section.gpus is None:
+        return []
+    if not on_gpu:
+        raise ConfigError("engine.gpus: this run is on a CPU, and so is its vLLM; remove it")
+    count = torch.cuda.device_count()
+    if max(section.gpus) >= count:
+        raise ConfigError(f"engine.gpus: there is no GPU {max(section.gpus)}; torch finds {count}, counted from 0")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in visible.split(",")] if visible else [str(each) for each in range(count)]
+    return [names[each] for each in section.gpus]
+
+
+def _gpu_arguments(policy: PolicyModel, section: VLLMEngineConfig, precision: str) -> dict[str, Any]:
+    """The share of the GPU's memory that has to be free when vLLM starts: its weights, its cache, and room to work; and
+    over how many GPUs it splits the model.
 
     vLLM would ask for 92 %, which a trainer on the same GPU has taken.
     """
     width = 2 if precision == "bf16" else 4
     needed = width * count_weights(policy.model) + section.cache_gb * 2**30 + _WORK_BYTES
-    return min(_MOST, math.ceil(100 * needed / torch.cuda.get_device_properties(policy.device).total_memory) / 100)
+    share = math.ceil(100 * needed / torch.cuda.get_device_properties(policy.device).total_memory) / 100
+    arguments: dict[str, Any] = {"gpu_memory_utilization": min(_MOST, share)}
+    if section.gpus is not None and not any(key.endswith("_parallel_size") for key in section.options):
+        arguments["tensor_parallel_size"] = len(section.gpus)
+    return arguments

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -50,6 +50,7 @@ class VLLMLaunchConfig:
         settings: the first message to `worker`.
         threads: CPU threads to compute with.
         deadline_s: longest wait for an answer.
+        gpus: GPUs that the process sees, as CUDA_VISIBLE_DEVICES names them; empty: those that this process sees.
     """
 
     python: Path
@@ -58,6 +59,7 @@ class VLLMLaunchConfig:
     threads: int
     deadline_s: float
     lock: IO[str] | None = None  #: held as long as the folder is in use
+    gpus: Sequence[str] = ()
 
     @property
     def log(self) -> Path:
@@ -320,5 +322,6 @@ def _environment(launch: VLLMLaunchConfig) -> dict[str, str]:
         "PYTHONPATH": str(packages),
         "OMP_NUM_THREADS": str(launch.threads),
         "VLLM_RPC_BASE_PATH": str(launch.folder),
+        **({"CUDA_VISIBLE_DEVICES": ",".join(launch.gpus)} if launch.gpus else {}),
     }
     return defaults | _plain_environment() | own

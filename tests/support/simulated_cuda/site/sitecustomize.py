@@ -10,16 +10,20 @@ from types import ModuleType
 class _AfterTorch:
     """Finds torch as usual; when it has been executed, the simulation is installed."""
 
+    looking = False
+
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
-        if name != "torch":
+        if name != "torch" or self.looking:
             return None
-        sys.meta_path.remove(self)
+        self.looking = True
         spec = importlib.util.find_spec("torch")
+        self.looking = False
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
             execute(module)
             from support.simulated_cuda import install
 
