@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import shutil
 import signal
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
-from support.tiny import tiny_run
+from support.tiny import GRPO, SFT, tiny_run
 
 from rollmill.errors import TrainingError
 from rollmill.launch import resume, run
@@ -130,3 +132,28 @@ def test_ranks_with_shards_go_on_from_the_checkpoint_before_a_damaged_one(alone:
     assert "goes on from the checkpoint of step 2" in said.getvalue()
     assert (pair / "checkpoints/damaged-000004").is_dir()
     assert_same(pair, alone)
+
+
+@pytest.mark.slow
+def test_stages_and_checkpoints_have_whole_weights_where_no_rank_keeps_them(tmp_path: Path) -> None:
+    """In bf16 the engine decodes with a copy of its own, and the policy's model is empty between two uses."""
+    trainer = {"precision": "bf16", "ranks": 2, "sharding": "fsdp"}
+    stages = [SFT | {"steps": 2}, GRPO | {"steps": 3}]
+    path = tiny_run(tmp_path, trainer=trainer, stages=stages, checkpoint={"every": 1, "keep_last": 9})
+    run(path, out=tmp_path / "out", view=quiet())
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "out", again)
+    for later in ("step-000004", "step-000005"):
+        shutil.rmtree(again / "checkpoints" / later)
+    resume(again, view=quiet())
+    kept = [load_file(tmp_path / f"out/checkpoints/step-00000{step}/model.safetensors") for step in range(1, 6)]
+    for before, after in itertools.pairwise(kept):
+        assert any(not torch.equal(after[name], each) for name, each in before.items())
+    last = load_file(again / "checkpoints/step-000005/model.safetensors")
+    assert last.keys() == kept[-1].keys()
+    for name, weight in kept[-1].items():
+        assert torch.equal(last[name], weight), name
+    assert any(not torch.equal(each, each.bfloat16().float()) for each in last.values())
+    gaps = [row["logprob_gap/mean"] for row in read_metrics(tmp_path / "out") if "logprob_gap/mean" in row]
+    assert len(gaps) == 3
+    assert max(gaps) < 0.03  # rounding to 8 bits

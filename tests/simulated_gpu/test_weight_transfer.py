@@ -28,10 +28,10 @@ from rollmill.weights.buckets import load_tensors, pack_block
 from rollmill.weights.layout import BlockLayout
 from rollmill.weights.vllm_extension import SharedWeightsExtension
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.usefixtures("simulated")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 SMALL = 1 << 14
-HERE = "127.0.0.1"
+HERE, SIMULATED = "127.0.0.1", os.environ.get("SIMULATED_CUDA") == "1"
 SPAWN = mp.get_context("spawn")
 
 
@@ -70,6 +70,7 @@ def test_a_block_packed_from_a_gpu_is_that_of_the_host() -> None:
     assert equal(in_bf16(into), 3)
 
 
+@pytest.mark.usefixtures("simulated")
 def test_buckets_cross_in_one_transfer_each_for_which_the_gpu_does_not_wait() -> None:
     from support.simulated_cuda.trace import Trace
 
@@ -180,7 +181,15 @@ def test_an_engine_takes_versions_by_ipc(
 
 @pytest.mark.parametrize(
     ("habit", "gpu", "why"),
-    [("", 1, "it does not see the trainer's GPU"), ("maps nothing", 0, "the trainer's memory cannot be mapped")],
+    [
+        pytest.param(
+            "",
+            1,
+            "it does not see the trainer's GPU",
+            marks=pytest.mark.skipif(not SIMULATED, reason="needs a second GPU"),
+        ),
+        ("maps nothing", 0, "the trainer's memory cannot be mapped"),
+    ],
 )
 def test_who_cannot_map_the_memory_says_why_and_reads_the_host_s(
     tmp_path: Path, sender: SharedMemorySender, monkeypatch: pytest.MonkeyPatch, habit: str, gpu: int, why: str
@@ -238,6 +247,7 @@ def receives(address: str, commands: Connection, habit: str) -> None:
     receiver.close()
 
 
+@pytest.mark.usefixtures("simulated")
 def test_nccl_sends_buckets_to_all_but_those_that_die(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = BroadcastSender(
         HERE, "name", weights(0), dtype=torch.bfloat16, device=torch.device("cuda", 0), window_s=5.0, deadline_s=5.0

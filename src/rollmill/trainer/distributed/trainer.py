@@ -193,7 +193,21 @@ class DistributedTrainer:
             return None
         if self._own is None:
             return {name: parameter.data for name, parameter in self._model.named_parameters()}
-        return ShardedWeights(dict(self._own.model.named_parameters()), self._gather)
+        model = self._own.model
+
+        def gather(dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+            """Goes on to the end if the caller stops early: the other ranks do."""
+            with self._on_all_ranks("gather", dtype):
+                tensors = gather_weights(model, dtype)
+                for pair in tensors:
+                    try:
+                        yield pair
+                    except GeneratorExit:
+                        break
+                for _ in tensors:
+                    pass
+
+        return ShardedWeights(dict(model.named_parameters()), gather)
 
     def gather_policy(self) -> None:
         """Brings the weights of the last step into `model`, in host memory, if they are not there."""
@@ -205,18 +219,6 @@ class DistributedTrainer:
             each.untyped_storage().resize_(each.nbytes)
         copy_whole(weights, targets)
         self._is_current = True
-
-    def _gather(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole weights; the other ranks take part to the end even if the caller stops early."""
-        with self._on_all_ranks("gather", dtype):
-            tensors = gather_weights(self.own.model, dtype)
-            for pair in tensors:
-                try:
-                    yield pair
-                except GeneratorExit:
-                    break
-            for _ in tensors:
-                pass
 
     def _free_policy(self) -> None:
         if self._sharded and not self._keeps_policy:
