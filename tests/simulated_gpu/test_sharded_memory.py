@@ -70,7 +70,10 @@ GRPO = SFT | {
     "algorithm": {"name": "grpo"},
     "rewards": [{"name": "format", "pattern": "(?s).*[!-Oa-m]"}],
     "rollout": {"batch": 2, "group_size": 2, "max_new_tokens": 4},
+    "engine": {"name": "native", "cache_gb": 0.004},
 }
+CACHE = 6 * 256 * 24 * 2 * 32 * 2
+"""Bytes of the pages within that limit, and of the one that belongs to nobody."""
 
 
 @contextmanager
@@ -123,6 +126,7 @@ def test_a_model_too_large_for_one_device_is_trained_on_two(tmp_path: Path) -> N
 def test_the_engine_beside_a_rank_adds_a_copy_in_its_own_type(tmp_path: Path) -> None:
     alone, _ = peaks(tmp_path / "alone", SFT, ranks=2)
     held, whole = peaks(tmp_path / "engine", GRPO, ranks=2)
-    cache_and_activations = 600_000
-    assert abs(held["0 step"] - alone["0 step"] - whole / 2) < cache_and_activations
-    assert held["1 step"] - alone["1 step"] < cache_and_activations
+    activations = 600_000
+    print(held, alone, whole, CACHE)
+    assert abs(held["0 step"] - alone["0 step"] - whole / 2 - CACHE) < activations
+    assert held["1 step"] - alone["1 step"] < activations

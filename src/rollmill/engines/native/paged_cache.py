@@ -377,9 +377,7 @@ class PagedDecoder(Decoder):
         return self._positions
 
 
-def build_cache(
-    model: nn.Module, dtype: torch.dtype, cache_gb: float | None, device: torch.device
-) -> KVCache:
+def build_cache(model: nn.Module, dtype: torch.dtype, cache_gb: float | None, device: torch.device) -> KVCache:
     """Build the cache of a model that computes in `dtype`: in pages if the GPU's kernel can read them, else in buckets.
 
     Args:
