@@ -27,8 +27,9 @@ from rollmill.orchestrator.stage_memory import MemoryByPhase, StageModel, StepTo
 
 _SMALLER = (4096, 2048, 1024)
 """Micro-batches that are tried after the usual one."""
-_ENOUGH_CACHE = 0.5
-"""Share of the keys and values of all completions that have to fit; completions that do not fit wait."""
+_ENOUGH_CACHE = 0.25
+"""Share that has to fit of the keys and values of all completions, if all were as long as they may be: that is half of
+them at half that length. Others wait."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,9 @@ def _with_cache(
             f"{wanted / 2**30:.3g}: lower rollout.max_sequences ({stage.rollout.max_sequences}) or "
             "rollout.max_new_tokens, or some of them wait"
         )
-    return MemoryChoice(values | {"cache_gb": cache_gb}, found.stage, model, phases, fits, tuple(problems))
+    if hasattr(stage.engine, "cache_gb"):
+        values = values | {"cache_gb": cache_gb}
+    return MemoryChoice(values, found.stage, model, phases, fits, tuple(problems))
 
 
 # In a run

@@ -170,7 +170,7 @@ class StageModel:
         sums = gradient_sums(self.model, self.precision) if on_cpu else 0.0
 
         def beside(tokens: float, *, several: bool) -> float:
-            work = training_work(policy, trainer, self.precision, tokens, fast_norms=on_cpu, shards=shards)
+            work = training_work(policy, trainer, self.precision, tokens, on_cpu=on_cpu, shards=shards)
             return work.beside(sizes["gradients"] - sums * (not several), several=several) + sums * several
 
         second = min(step - first, limit)
