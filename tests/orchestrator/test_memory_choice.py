@@ -139,3 +139,9 @@ def test_on_a_cpu_nothing_is_chosen(tmp_path: Path) -> None:
     machine = {"memory": {"gpu": 80e9, "stages": [{"param_dtype": "bf16"}] * 2}}
     resumed, _, _ = settle_run(loaded, torch.device("cpu"), machine)
     assert {stage.trainer.param_dtype for stage in resumed.stages} == {"bf16"}
+
+
+def test_conversations_are_not_taken_to_fill_the_context() -> None:
+    found = choose("qwen2.5-1.5b", 200, workflow={"name": "reflection"})
+    assert settings(found) == ("fp32", False, 8192)
+    assert found.fits

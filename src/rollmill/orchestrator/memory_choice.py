@@ -47,6 +47,11 @@ class MemoryChoice:
     def peak(self) -> float:
         return max(each.total for each in self.phases.values())
 
+    @property
+    def needed(self) -> float:
+        """Bytes without those of keys and values, which are fewer as long as completions are short."""
+        return max(each.total - each.parts.get("cache", 0.0) for each in self.phases.values())
+
     def describe(self) -> str:
         """Returns the values, and the bytes of each phase."""
         phases = ", ".join(f"{phase} {memory.total / GB:.3g}" for phase, memory in self.phases.items())
@@ -222,7 +227,7 @@ def with_kept_choice(loaded: LoadedRun, machine: Mapping[str, Any]) -> LoadedRun
 
 
 def settle_run(
-    loaded: LoadedRun, device: torch.device, machine: Mapping[str, Any] | None
+    loaded: LoadedRun, device: torch.device, machine: Mapping[str, Any] | None, *, trains: bool = True
 ) -> tuple[LoadedRun, dict[str, Any] | None, list[str]]:
     """Returns the run with plain values in place of `auto`; what to keep of the choice for later starts; and messages.
 
@@ -231,6 +236,7 @@ def settle_run(
 
     Args:
         machine: contents of machine.json of an earlier start; None: there was none.
+        trains: this process does.
 
     Raises:
         ConfigError: the stages do not fit on the GPU, whatever is chosen.
@@ -251,7 +257,7 @@ def settle_run(
     free, messages = float(torch.cuda.mem_get_info(device)[0]), []
     for stage, choice in zip(loaded.stages, choices, strict=True):
         messages.append(f"chosen for {memory / GB:.4g} GB of a GPU, stage {stage.name}: {choice.describe()}")
-        if choice.peak > properties.total_memory:
+        if trains and choice.needed > properties.total_memory:
             raise ConfigError("; ".join(choice.problems))
         messages += [f"may not fit: {problem}" for problem in choice.problems]
         if choice.peak > free:

@@ -129,7 +129,8 @@ def training_work(
 
     Args:
         trainer: with plain values.
-        on_cpu: norms are those of models/cpu/norms.py, which keep less, and the optimizer updates few weights at a time.
+        on_cpu: norms are those of models/cpu/norms.py, which keep less; an optimizer for bf16 updates few weights at a
+            time.
         shards: ranks that share out the weights (`trainer.sharding: fsdp`).
     """
     compute = _width(precision)
