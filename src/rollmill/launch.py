@@ -167,7 +167,9 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
     chosen = steps[-1] if step is None else step
     require_models(loaded.stages[indices[-1]])
     with verifying(Checkpoints(folder).path(chosen), model_files):
-        setup = set_up_run(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
+        setup = set_up_run(
+            loaded, folder, chosen, trains=False
+        )  # not in the event loop, so that Ctrl-C ends it at once
     return {"step": chosen, **asyncio.run(_evaluate(folder, setup, indices[-1], chosen))}
 
 

@@ -119,7 +119,7 @@ class _KeptBatches(RolloutBatches):
 async def _explore(loaded: LoadedRun, run_dir: Path, report: Callable[[str], None]) -> dict[str, Any]:
     made = 0
     with keep_heartbeat(run_dir, _PROCESS) as heartbeat:
-        setup = set_up_run(loaded, run_dir, None)
+        setup = set_up_run(loaded, run_dir, None, trains=False)
         [config] = setup.loaded.stages
         for message in (setup.describe(run_dir), *setup.messages):
             report(message)

@@ -27,8 +27,9 @@ from rollmill.orchestrator.stage_memory import MemoryByPhase, StageModel, StepTo
 
 _SMALLER = (4096, 2048, 1024)
 """Micro-batches that are tried after the usual one."""
-_ENOUGH_CACHE = 0.5
-"""Share of the keys and values of all completions that have to fit; completions that do not fit wait."""
+_ENOUGH_CACHE = 0.25
+"""Share that has to fit of the keys and values of all completions, if all were as long as they may be: that is half of
+them at half that length. Others wait."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class MemoryChoice:
     @property
     def peak(self) -> float:
         return max(each.total for each in self.phases.values())
+
+    @property
+    def needed(self) -> float:
+        """Bytes without those of keys and values, which are fewer as long as completions are short."""
+        return max(each.total - each.parts.get("cache", 0.0) for each in self.phases.values())
 
     def describe(self) -> str:
         """Returns the values, and the bytes of each phase."""
@@ -205,7 +211,9 @@ def _with_cache(
             f"{wanted / 2**30:.3g}: lower rollout.max_sequences ({stage.rollout.max_sequences}) or "
             "rollout.max_new_tokens, or some of them wait"
         )
-    return MemoryChoice(values | {"cache_gb": cache_gb}, found.stage, model, phases, fits, tuple(problems))
+    if hasattr(stage.engine, "cache_gb"):
+        values = values | {"cache_gb": cache_gb}
+    return MemoryChoice(values, found.stage, model, phases, fits, tuple(problems))
 
 
 # In a run
@@ -221,7 +229,7 @@ def with_kept_choice(loaded: LoadedRun, machine: Mapping[str, Any]) -> LoadedRun
 
 
 def settle_run(
-    loaded: LoadedRun, device: torch.device, machine: Mapping[str, Any] | None
+    loaded: LoadedRun, device: torch.device, machine: Mapping[str, Any] | None, *, trains: bool = True
 ) -> tuple[LoadedRun, dict[str, Any] | None, list[str]]:
     """Returns the run with plain values in place of `auto`; what to keep of the choice for later starts; and messages.
 
@@ -230,6 +238,7 @@ def settle_run(
 
     Args:
         machine: contents of machine.json of an earlier start; None: there was none.
+        trains: this process does.
 
     Raises:
         ConfigError: the stages do not fit on the GPU, whatever is chosen.
@@ -250,7 +259,7 @@ def settle_run(
     free, messages = float(torch.cuda.mem_get_info(device)[0]), []
     for stage, choice in zip(loaded.stages, choices, strict=True):
         messages.append(f"chosen for {memory / GB:.4g} GB of a GPU, stage {stage.name}: {choice.describe()}")
-        if choice.peak > properties.total_memory:
+        if trains and choice.needed > properties.total_memory:
             raise ConfigError("; ".join(choice.problems))
         messages += [f"may not fit: {problem}" for problem in choice.problems]
         if choice.peak > free:

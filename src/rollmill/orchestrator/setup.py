@@ -106,26 +106,29 @@ class RunSetup:
         )
 
 
-def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool = False) -> RunSetup:
+def set_up_run(
+    loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool = False, trains: bool = True
+) -> RunSetup:
     """Load data, model and machine settings; the model is the checkpoint's, if there is one.
 
     Args:
         step: of the run's checkpoint; call it inside `verifying`, which finds damage.
         joined: another process of the run writes the run's own files.
+        trains: this process does; False: it only generates.
     """
     try:
-        return _set_up(loaded, run_dir, step, joined=joined)
+        return _set_up(loaded, run_dir, step, joined=joined, trains=trains)
     except BaseException:
         close_warm_pools()
         raise
 
 
-def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool) -> RunSetup:
+def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool, trains: bool) -> RunSetup:
     config = loaded.config
     torch.manual_seed(config.seed)
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
     device = choose_device(config.device)
-    loaded, chosen, messages = settle_run(loaded, device, _stored_settings(run_dir))
+    loaded, chosen, messages = settle_run(loaded, device, _stored_settings(run_dir), trains=trains)
     # errors in the last stage's rewards show before the first stage runs
     wanted = [(number, each) for number, stage in enumerate(loaded.stages) for each in _rewards(stage)]
     judges = [build_reward_manager(rewards, settings, device=str(device)) for _, (rewards, settings) in wanted]

@@ -24,6 +24,8 @@ PROCESS_BYTES = 900_000_000
 CUDA and the libraries' workspaces."""
 PROMPT_TOKENS = 256
 """Tokens of a prompt that are assumed."""
+_TURNS = 4
+"""Turns of a conversation that are assumed."""
 _SAMPLED_LOGIT = 12
 """Bytes of a logit of a decoding step: logits and probabilities in fp32, and their sums."""
 _SHARDED = ("policy", "optimizer", "gradients", "reference", "critic", "critic_optimizer", "teacher")
@@ -52,11 +54,10 @@ class StepTokens:
 
     @classmethod
     def at_most(cls, stage: StageConfig, context: int | None) -> Self:
-        """Those of a step whose completions are as long as they may be; conversations fill the context."""
+        """Those of a step whose completions are as long as they may be, and whose conversations have a few turns."""
         rollout, alone = stage.rollout, all(each.single_turn for each in stage.workflows)
-        longest = PROMPT_TOKENS + rollout.max_new_tokens
-        if context is not None:
-            longest = min(longest, context) if alone else context
+        longest = (PROMPT_TOKENS + rollout.max_new_tokens) * (1 if alone else _TURNS)
+        longest = longest if context is None else min(longest, context)
         completions = rollout.group_size if stage.algorithm.uses_rollouts else 1
         return cls(longest, stage.groups_per_step * completions * float(longest))
 
@@ -170,7 +171,7 @@ class StageModel:
         sums = gradient_sums(self.model, self.precision) if on_cpu else 0.0
 
         def beside(tokens: float, *, several: bool) -> float:
-            work = training_work(policy, trainer, self.precision, tokens, fast_norms=on_cpu, shards=shards)
+            work = training_work(policy, trainer, self.precision, tokens, on_cpu=on_cpu, shards=shards)
             return work.beside(sizes["gradients"] - sums * (not several), several=several) + sums * several
 
         second = min(step - first, limit)

@@ -77,7 +77,7 @@ async def _serve_run(
 ) -> tuple[int, str]:
     """Serve one trainer after the other until the run is done, or needs this explorer no more; returns how many groups
     were rolled out, and why it is not needed."""
-    setup = set_up_run(loaded, run_dir, None, joined=True)
+    setup = set_up_run(loaded, run_dir, None, joined=True, trains=False)
     report(f"{EXPLORER} {number}: {setup.describe(run_dir)}")
 
     def localize(stage: WorkerSetup) -> WorkerSetup:

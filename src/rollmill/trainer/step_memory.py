@@ -122,18 +122,19 @@ def training_work(
     precision: str,
     tokens: float,
     *,
-    fast_norms: bool = False,
+    on_cpu: bool = False,
     shards: int = 1,
 ) -> StepWork:
     """Bytes of a micro-batch of `tokens`.
 
     Args:
         trainer: with plain values.
-        fast_norms: norms are those of models/cpu/norms.py, which keep less.
+        on_cpu: norms are those of models/cpu/norms.py, which keep less; an optimizer for bf16 updates few weights at a
+            time.
         shards: ranks that share out the weights (`trainer.sharding: fsdp`).
     """
     compute = _width(precision)
-    kept = tokens * _layer_activations(sizes, compute, fast_norms)
+    kept = tokens * _layer_activations(sizes, compute, on_cpu)
     casts = float(compute * sizes.cast) if precision == "bf16" else 0.0
     layer = kept + casts / sizes.layers + tokens * _passing(sizes, compute) + _matrix_gradient(sizes, compute)
     head = _head_bytes(sizes, trainer, compute, tokens)
@@ -145,7 +146,7 @@ def training_work(
     if shards > 1:
         whole, root = sizes.stored * sizes.layer, 2 * sizes.stored * sizes.vocabulary * sizes.width
         row, end = row + 2 * root + 2 * whole, end + 2 * root + 4 * whole
-    if sizes.stored == _BF16 or trainer.optimizer == "adamw_8bit":  # a part of a tensor is updated at a time
+    if not on_cpu and sizes.learns and (sizes.stored == _BF16 or trainer.optimizer == "adamw_8bit"):
         end = max(end, _MOMENT * min(max(sizes.matrix, sizes.vocabulary * sizes.width), GPU_CHUNK))
     return StepWork(row, end)
 
@@ -159,12 +160,12 @@ def forward_work(sizes: PolicySizes, trainer: TrainerConfig, precision: str, tok
     return max(layer, head + _logit_bytes(sizes, trainer, tokens))
 
 
-def _layer_activations(sizes: PolicySizes, compute: int, fast_norms: bool) -> float:
+def _layer_activations(sizes: PolicySizes, compute: int, on_cpu: bool) -> float:
     """Bytes per token that a layer keeps for its backward pass."""
     wide = sizes.stored != compute  # then each product casts its input anew
     norms = 2 * (_FP32 + sizes.stored) + (5 if wide else 2) * compute
     head_norm, products = _FP32 + compute, 4 * sizes.inner
-    if fast_norms:
+    if on_cpu:
         norms, head_norm = 2 * (sizes.stored + compute), compute
     if not sizes.learns:  # frozen products keep no input, and each adapter has one of its own
         norms, head_norm, products = 2 * _FP32, _FP32, 3 * sizes.inner + sizes.adapted

@@ -205,3 +205,18 @@ def test_gpus_name_their_kind(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_numbers_of_gpus_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(EXAMPLE), *words]) == 2
     assert said in words_of(capsys.readouterr().err.replace("│", " "))
+
+
+def test_one_gpu_of_a_kind_has_the_choices_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(EXAMPLE), "--model", "qwen3-8b", "--set", "engine=vllm", "--gpus", "1xH200"]
+    assert main([*words, "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)["estimates"]
+    assert found["device"] == "one h200"
+    assert found["chosen"]["param_dtype"] == "bf16"
+    assert found["too_large"] == []
+    assert all(each["total"] < 0.9 * 141e9 for each in found["memory"].values())
+    assert main(words) == 0
+    said = words_of(capsys.readouterr().out)
+    assert "estimated for one process on one h200 in bf16" in said
+    assert "chosen: param_dtype: bf16, gradient_checkpointing: true, micro_batch_tokens: 8192, cache_gb: " in said
+    assert main([*words, "--measure"]) == 2

@@ -53,6 +53,8 @@ MODEL_SHAPES = {
 }
 
 
+_CONTEXT = 1 << 17
+"""Longer than any sequence that is planned; it changes no size."""
 _CHECKED = (RUN_KEYS | STAGE_KEYS) - {"model"}
 
 
@@ -91,6 +93,7 @@ def planned_model(name: str | None, own: ModelConfig) -> ModelConfig:
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "tie_embeddings": shape.tied,
+        "context": _CONTEXT,
         "tokenizer": TokenizerConfig(kind="bpe", vocab_size=shape.vocabulary),
     }
     return ModelConfig(path="new", new=NewModelConfig.model_validate(new), lora=own.lora, quantization=own.quantization)
