@@ -124,9 +124,5 @@ def test_a_model_too_large_for_one_device_is_trained_on_two(tmp_path: Path) -> N
 
 
 def test_the_engine_beside_a_rank_adds_a_copy_in_its_own_type(tmp_path: Path) -> None:
-    alone, _ = peaks(tmp_path / "alone", SFT, ranks=2)
-    held, whole = peaks(tmp_path / "engine", GRPO, ranks=2)
-    activations = 600_000
-    print(held, alone, whole, CACHE)
-    assert abs(held["0 step"] - alone["0 step"] - whole / 2 - CACHE) < activations
-    assert held["1 step"] - alone["1 step"] < activations
+    held, whole = peaks(tmp_path / "run", GRPO, ranks=2)
+    assert abs(held["0 step"] - held["1 step"] - whole / 2 - CACHE) < 200_000
