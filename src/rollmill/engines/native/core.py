@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -221,12 +221,14 @@ class EngineCore:
 
     def _admit(self) -> None:
         """Prefill waiting prompts and start completions, as far as there is room. Some progress is made if none run."""
+        waits = self._short and self._rows
+        groups: Iterable[SequenceGroup] = () if waits else self._queue
         while True:
-            waits = self._short and self._rows
-            prefilled = not waits and self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
+            prefilled = self._runner.prefill(groups, self._max_sequences - len(self._rows))
             if self._start() or prefilled or self._rows or not self._queue:
                 return
             self._give_up_memory(self._queue[0])
+            groups = list(self._queue)[:1]  # other prompts would take the memory again
 
     def _with_room(self, rows: list[SequenceState], tokens: int | None = None) -> list[SequenceState]:
         """Make room for so many more tokens, or for the rows' drafts; return those of the rows that still run."""
