@@ -17,6 +17,7 @@ from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.kv_cache import BucketCache, CacheFull
 from rollmill.errors import EngineError
+from rollmill.orchestrator.metrics import generation_metrics
 from rollmill.types import Completion
 
 VOCAB = 31
@@ -104,6 +105,10 @@ def test_the_memory_stays_below_the_limit() -> None:
     engine.core.step = watched  # type: ignore[method-assign]
     serve(engine, requests_of(8))
     assert 0.8 * 500 * token_bytes(model) < most <= 500 * token_bytes(model)
+    metrics = generation_metrics({}, engine.counters(), engine.tokens_generated)
+    assert metrics["rollout/cache/preemptions"] == engine.core.preemptions > 0
+    assert metrics["rollout/cache/peak_gb"] == engine.core.cache_peak / 2**30
+    assert "rollout/cache/peak_gb" not in generation_metrics({}, engine_of(model).counters(), 1)
 
 
 def test_the_oldest_completions_go_on() -> None:
