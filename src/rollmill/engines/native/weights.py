@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.models.cpu.int8 import Int8Linear, int8_linears, require_int8_products
-from rollmill.models.fused_layers import INPUT_LAYERS
+from rollmill.models.fused_layers import allocate_side_by_side
 from rollmill.models.lora import adapted_layers, copy_without_adapters, merged_weight, merges_adapters
 from rollmill.models.recurrent import recurrent_layers
 
@@ -86,7 +86,7 @@ class EngineWeights:
             own = [each for each in recurrent.buffers() if id(each) in saved and each.is_floating_point()]
             memo |= {id(buffer): buffer.to(dtype) for buffer in own}
         sources: dict[int, Callable[[], Tensor]] = {}  # of the twins that are rounded to 8 bits
-        together = _allocate_side_by_side(model, dtype)
+        together = allocate_side_by_side(model, dtype)
         for name, parameter in model.named_parameters():
             layer = layers.get(id(parameter))
             if id(parameter) in self._in_8_bits:
@@ -115,23 +115,6 @@ class EngineWeights:
                 setattr(twin_model.get_submodule(parent), child, rounded)
                 self._int8.append(rounded)
         return twin_model.eval()
-
-
-def _allocate_side_by_side(model: nn.Module, dtype: torch.dtype) -> dict[int, Tensor]:
-    """Memory for casts of layers with the same input, by the id of their weight: a GPU multiplies with them at once."""
-    found: dict[int, Tensor] = {}
-    for module in model.modules():
-        for names in INPUT_LAYERS:
-            layers = [getattr(module, name, None) for name in names]
-            weights = [getattr(getattr(layer, "base_layer", layer), "weight", None) for layer in layers]
-            parts = [
-                each for each in weights if isinstance(each, nn.Parameter) and each.is_cuda and each.dtype != dtype
-            ]
-            if len(parts) == len(names) and len({(each.dim(), each.shape[-1]) for each in parts}) == 1:
-                rows = [len(each) for each in parts]
-                room = parts[0].data.new_empty(sum(rows), *parts[0].shape[1:], dtype=dtype)
-                found |= {id(each): part for each, part in zip(parts, room.split(rows), strict=True)}
-    return found
 
 
 def _data_of(parameter: Tensor) -> Callable[[], Tensor]:
