@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.toys import toy_model
 
 from bench.tiny_architectures import tiny_model
@@ -15,6 +17,7 @@ from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.kv_cache import BucketCache, CacheFull
 from rollmill.errors import EngineError
+from rollmill.orchestrator.metrics import generation_metrics
 from rollmill.types import Completion
 
 VOCAB = 31
@@ -58,6 +61,7 @@ def serve(engine: NativeEngine, requests: list[GenerationRequest], updates: int 
         def counting() -> None:
             nonlocal steps
             steps += 1
+            assert steps < 3000, "no progress"
             if steps % 20 == 0 and steps <= 20 * updates:
                 engine.weights_updated(steps)
             step()
@@ -101,6 +105,10 @@ def test_the_memory_stays_below_the_limit() -> None:
     engine.core.step = watched  # type: ignore[method-assign]
     serve(engine, requests_of(8))
     assert 0.8 * 500 * token_bytes(model) < most <= 500 * token_bytes(model)
+    metrics = generation_metrics({}, engine.counters(), engine.tokens_generated)
+    assert metrics["rollout/cache/preemptions"] == engine.core.preemptions > 0
+    assert metrics["rollout/cache/peak_gb"] == engine.core.cache_peak / 2**30
+    assert "rollout/cache/peak_gb" not in generation_metrics({}, engine_of(model).counters(), 1)
 
 
 def test_the_oldest_completions_go_on() -> None:
@@ -151,6 +159,29 @@ def test_finished_turns_give_way() -> None:
     assert asyncio.run(run(engine)) == asyncio.run(run(engine_of(model)))
     assert engine.core.prefixes.hits > 0
     assert engine.core.cache_bytes() <= 520 * token_bytes(model)
+
+
+@given(
+    tokens=st.integers(190, 700),
+    prefill=st.integers(8, 80),
+    lengths=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 3), st.integers(1, 60)), min_size=1, max_size=6),
+    updates=st.integers(0, 2),
+    turns=st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+def test_every_request_is_served(
+    tokens: int, prefill: int, lengths: list[tuple[int, int, int]], updates: int, turns: bool
+) -> None:
+    model = model_of("qwen3")
+    requests = [
+        GenerationRequest([3 + i] * prompt, SamplingConfig(max_new_tokens=new), n=n, seed=i, continues=turns)
+        for i, (prompt, n, new) in enumerate(lengths)
+    ]
+    engine = engine_of(model, tokens, prefill_tokens=prefill)
+    found = serve(engine, requests, updates)
+    assert_same(found, serve(engine_of(model, prefill_tokens=prefill), requests))
+    engine.core.prefixes.clear()
+    assert engine.core.cached_entries == engine.core._cache.used == 0
 
 
 def test_a_completion_that_fits_nowhere_names_the_keys() -> None:

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.gpu
 
 SIMULATED = os.environ.get("SIMULATED_CUDA") == "1"
 GAP = 0.08  # of a completion's mean log-prob, in nats: engine and trainer both compute in bf16
+PAGE_GB = 256 * 2 * 2 * 2 * 16 * 2 / 2**30  # tokens, layers, keys and values, heads, sizes of heads and numbers
 TRUNCATED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
 
 
@@ -106,17 +107,52 @@ def test_completions_in_pages(sizes: dict[str, Any]) -> None:
 
 def test_completions_in_pages_that_waited_for_memory() -> None:
     model = toy_model("qwen3", max_position_embeddings=1024).cuda()
-    page = 256 * 2 * 2 * 2 * 16 * 2 / 2**30
-    experiences, engine = in_pages(model, dtype=torch.bfloat16, cache_gb=9.5 * page)
+    experiences, engine = in_pages(model, dtype=torch.bfloat16, cache_gb=9.5 * PAGE_GB)
     assert engine.core.preemptions > 0
-    assert engine.core.cache_peak == pytest.approx(9 * page * 2**30)
+    assert engine.core.cache_peak == pytest.approx(9 * PAGE_GB * 2**30)
     assert largest_gap(model, experiences) < GAP
 
 
-def test_conversations_in_pages() -> None:
+@pytest.mark.parametrize("keep", [False, True], ids=["recompute", "keep"])
+@pytest.mark.parametrize("pages", [None, 9.5])
+def test_new_weights_for_completions_in_pages(keep: bool, pages: float | None) -> None:
+    """They are the old ones, so that log-probs are those of the trainer."""
+    model = toy_model("qwen3", max_position_embeddings=1024).cuda()
+    engine = NativeEngine(
+        model,
+        context=1024,
+        dtype=torch.bfloat16,
+        keep=keep,
+        max_sequences=7,
+        cache_gb=None if pages is None else pages * PAGE_GB,
+    )
+    engine.weights_updated(0)
+    step, steps = engine.core.step, 0
+
+    def updating() -> None:
+        nonlocal steps
+        steps += 1
+        if steps % 12 == 0:
+            engine.weights_updated(steps)
+        step()
+
+    engine.core.step = updating  # type: ignore[method-assign]
+    requests = [
+        GenerationRequest([7 + n] * length, SamplingConfig(max_new_tokens=40), n=3, seed=n)
+        for n, length in enumerate((250, 300, 30))
+    ]
+    found = experiences_of(asyncio.run(all_of(engine, requests)))
+    assert len({version for each in found for version in each.versions.tolist()}) > 3
+    assert engine.core.cached_entries == engine.core._cache.used == 0
+    assert largest_gap(model, found) < GAP
+
+
+@pytest.mark.parametrize("pages", [None, 7.5])
+def test_conversations_in_pages(pages: float | None) -> None:
     """The next turn goes on in the pages of the last one; equal conversations share them."""
     model = toy_model("qwen3", max_position_embeddings=1024).cuda()
-    engine = NativeEngine(model, context=1024, dtype=torch.bfloat16)
+    limit = None if pages is None else pages * PAGE_GB
+    engine = NativeEngine(model, context=1024, dtype=torch.bfloat16, cache_gb=limit)
     engine.weights_updated(0)
     found: list[list[Completion]] = []
 
@@ -132,10 +168,18 @@ def test_conversations_in_pages() -> None:
         await asyncio.gather(*map(talk, range(5)))
 
     asyncio.run(all_of_them())
-    assert engine.core.prefixes.hits > 5 * 3 * 200
+    assert engine.core.prefixes.hits > (5 * 3 * 200 if pages is None else 200)
     engine.core.prefixes.clear()
     assert engine.core.cached_entries == engine.core._cache.used == 0
     assert largest_gap(model, experiences_of(found)) < GAP
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_that_fill_up_the_batch_change_nothing(rows: int) -> None:
+    model = toy_model("qwen3").cuda()
+    engine = NativeEngine(model, context=128, dtype=torch.bfloat16)
+    request = GenerationRequest([57], SamplingConfig(max_new_tokens=30), n=rows)
+    assert largest_gap(model, experiences_of([asyncio.run(engine.generate(request))])) < GAP
 
 
 def test_captured_steps_follow_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

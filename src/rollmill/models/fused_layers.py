@@ -27,8 +27,7 @@ MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 FIXED_ROTARY = frozenset({"default", "linear", "llama3"})
 """Kinds of rotary embedding whose frequencies do not depend on the sequence."""
 COPIED_BYTES = 1 << 26  #: of weights that are copied to be one; larger products gain little by it
-INPUT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linear layers of a module that have the same input."""
+_INPUT_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # of a module, with the same input
 _TRIED = 8  # tokens that are compared
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Of the distance of the logits, relative to their size. In half precision the model's own are 1 to 5 % off."""
@@ -181,6 +180,17 @@ def build_fused_layers(model: nn.Module, context: int) -> FusedLayers | None:
     fused.refresh()
     found = fused.forward(recorder, tokens, positions, 0).double()
     return fused if (found - expected).norm() <= _TOLERANCE[weight.dtype] * expected.norm() else None
+
+
+def find_weights_of_one_input(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Yields weights of layers with the same input: a GPU multiplies with them at once if they lie side by side."""
+    for module in model.modules():
+        for names in _INPUT_LAYERS:
+            layers = [getattr(module, name, None) for name in names]
+            weights = [getattr(getattr(layer, "base_layer", layer), "weight", None) for layer in layers]
+            found = [each for each in weights if isinstance(each, nn.Parameter)]
+            if len(found) == len(names) and len({(each.dim(), each.shape[-1]) for each in found}) == 1:
+                yield found
 
 
 class _Recorder:

@@ -54,8 +54,14 @@ std::map<void*, int> shared;  // files of memory that other processes may map (C
 void release(void* p) {
   if (!p) return;
   std::lock_guard<std::mutex> g(lock);
-  if (auto file = shared.find(p); file != shared.end()) { close(file->second); shared.erase(file); }
   auto it = sizes.find(p);
+  if (auto file = shared.find(p); file != shared.end()) {
+    // what is allocated here next is this process's own again
+    const size_t n = (it->second.first + kPage - 1) / kPage * kPage;
+    mmap(p, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    close(file->second);
+    shared.erase(file);
+  }
   if (it != sizes.end()) { used[it->second.second] -= it->second.first; sizes.erase(it); }
   std::free(p);
 }

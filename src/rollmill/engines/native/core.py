@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -209,7 +209,13 @@ class EngineCore:
             self._switch_weights()
         elif not self._rows:
             self._runner.follow_weights()
-        self._admit()
+        groups: Iterable[SequenceGroup] = () if self._short and self._rows else self._queue
+        while True:
+            prefilled = self._runner.prefill(groups, self._max_sequences - len(self._rows))
+            if self._start() or prefilled or self._rows or not self._queue:
+                break
+            self._give_up_memory(self._queue[0])  # nothing runs, and the first one has no room
+            groups = list(self._queue)[:1]  # prompts of others would take the memory again
         if drafted := self._with_room([row for row in self._rows if row.has_draft]):
             self._verify_drafts(drafted, self.drafting.drafts)
             return
@@ -219,15 +225,6 @@ class EngineCore:
             self._verify_drafts(guessed, self.drafting.verify_ngram_drafts)
         if others and self._with_room(self._rows, tokens=1):
             self._append_tokens(self._rows, *self._runner.decode(self._rows))
-
-    def _admit(self) -> None:
-        """Prefill waiting prompts and start completions, as far as there is room. Some progress is made if none run."""
-        while True:
-            waits = self._short and self._rows
-            prefilled = not waits and self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
-            if self._start() or prefilled or self._rows or not self._queue:
-                return
-            self._give_up_memory(self._queue[0])
 
     def _with_room(self, rows: list[SequenceState], tokens: int | None = None) -> list[SequenceState]:
         """Make room for so many more tokens, or for the rows' drafts; return those of the rows that still run."""

@@ -339,7 +339,8 @@ class PagedDecoder(Decoder):
 
     def step(self, rows: list[SequenceState]) -> tuple[Tensor, Tensor | None, Tensor]:
         entries = [cast(PagedEntry, row.entry) for row in rows]
-        self._cache.reserve(entries, [1] * len(rows))
+        if self._cache.limit is None:  # else there was asked for room before
+            self._cache.reserve(entries, [1] * len(rows))
         if self._moves != self._cache.moves:
             self._moves = self._cache.moves
             self.drop_captured()

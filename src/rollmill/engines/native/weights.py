@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.models.cpu.int8 import Int8Linear, int8_linears, require_int8_products
-from rollmill.models.fused_layers import INPUT_LAYERS
+from rollmill.models.fused_layers import find_weights_of_one_input
 from rollmill.models.lora import adapted_layers, copy_without_adapters, merged_weight, merges_adapters
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.weights.buckets import copy_whole
@@ -112,19 +112,6 @@ class EngineWeights:
             storage.resize_(0)
         return twins
 
-    def _new_twins_side_by_side(self, model: nn.Module) -> dict[int, Tensor]:
-        """Memory for casts of layers with the same input, by the id of their weight: a GPU multiplies with them at
-        once."""
-        found: dict[int, Tensor] = {}
-        for module in model.modules() if self._device.type == "cuda" else ():
-            for names in INPUT_LAYERS:
-                layers = [getattr(module, name, None) for name in names]
-                weights = [getattr(getattr(layer, "base_layer", layer), "weight", None) for layer in layers]
-                parts = [each for each in weights if isinstance(each, nn.Parameter) and not self._computes_with(each)]
-                if len(parts) == len(names) and len({(each.dim(), each.shape[-1]) for each in parts}) == 1:
-                    found |= {id(each): twin for each, twin in zip(parts, self._new_twins(parts), strict=True)}
-        return found
-
     def _computes_with(self, parameter: Tensor) -> bool:
         """True if a parameter needs no cast."""
         fits = parameter.dtype == self._dtype or not parameter.is_floating_point()
@@ -139,7 +126,10 @@ class EngineWeights:
             own = [each for each in recurrent.buffers() if id(each) in saved and each.is_floating_point()]
             memo |= {id(buffer): buffer.to(self._device, dtype) for buffer in own}
         sources: dict[int, Callable[[], Tensor]] = {}  # of the twins that are rounded to 8 bits
-        together = self._new_twins_side_by_side(model)
+        together: dict[int, Tensor] = {}
+        for weights in find_weights_of_one_input(model) if self._device.type == "cuda" else ():
+            if not any(map(self._computes_with, weights)):
+                together |= {id(each): twin for each, twin in zip(weights, self._new_twins(weights), strict=True)}
         for name, parameter in model.named_parameters():
             layer = layers.get(id(parameter))
             if id(parameter) in self._in_8_bits:
