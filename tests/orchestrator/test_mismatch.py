@@ -50,7 +50,7 @@ refresh = EngineWeights.refresh
 def perturbed(self):
     stale = self._stale
     refresh(self)
-    for twin in self._twins() if stale else []:
+    for twin, _ in self._copies if stale else []:
         twin.mul_(1.1)
 
 

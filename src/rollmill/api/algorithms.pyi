@@ -129,11 +129,11 @@ class RunSettings(TypedDict, total=False):
     process, which also rolls out; on Ray it is the trainer's, and the others may be on other hosts."""
     sharding: Literal["none", "fsdp", "tensor", "context", "expert"]
     """`none`: every rank holds the whole model and optimizer. `fsdp`: each rank holds a shard of weights, gradients and
-    optimizer states. `tensor`: each rank holds a shard of each layer's matrices and processes every row. With both, the
-    first rank also holds the whole weights, for rollouts. `context`: every rank holds the whole model and processes its
-    share of the tokens of every row, for long contexts; ranks exchange tokens for heads around attention
-    (arXiv:2309.14509). `expert`, for mixtures of experts: each rank holds its share of the experts, to which tokens
-    travel (arXiv:2006.16668); the first rank also holds the whole weights."""
+    optimizer states. `tensor`: each rank holds a shard of each layer's matrices and processes every row. `context`:
+    every rank holds the whole model and processes its share of the tokens of every row, for long contexts; ranks
+    exchange tokens for heads around attention (arXiv:2309.14509). `expert`, for mixtures of experts: each rank holds
+    its share of the experts, to which tokens travel (arXiv:2006.16668). With shards, an engine in the first rank's
+    process has a copy in its own type."""
     router_replay: bool | Literal["auto"]
     """Mixture-of-experts models: route each token in training through the experts chosen in its rollout (R3,
     arXiv:2510.11370), so that near ties between experts do not change log-probs. `auto`: if the model has routers and
