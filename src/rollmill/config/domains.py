@@ -44,7 +44,7 @@ class DomainConfig(Section):
     weight: Annotated[float, Field(gt=0)] | list[tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=0)]]] = (
         1.0
     )
-    """Relative share of the training tasks, not of the loss; or a schedule, a list of [step, weight] with linear
+    """Relative share of the training tasks, which counts in the loss by their number alone; or a schedule, a list of [step, weight] with linear
     interpolation."""
     replay_share: float | None = Field(None, ge=0, le=1)
     """Share of the domain in the replayed groups (`buffer.replay`), exact on average and within one group in each step;

@@ -6,7 +6,7 @@ The explorer scores each completion as soon as it ends (rollout/explorer.py); th
 groups through the pipeline into the buffer (batches.py); advantages and optimizer steps are the trainer's
 (trainer/trainer.py). Synchronous, one-step-off-policy, asynchronous, partial and remote rollouts all run this loop.
 They differ in three places outside it: how far ahead the scheduler may start rollouts (`max_staleness`, pacing.py;
-in this process only rewards overlap with the update, since the engine waits for it), what ends a step's rollouts (all
+in this process only rewards overlap with the update, since the scheduler waits for all completions), what ends a step's rollouts (all
 of them, the first ones, or a token budget; scheduler.py), and which process rolls out (rollouts.py here and in
 remote/).
 
@@ -16,7 +16,7 @@ Ctrl-C (interrupt.py turns the signal into Interrupted, Orchestrator._stage stor
     before `stage.learn`        cancels the step                                  of the step before
     in `stage.learn`            finishes it, counts the step, runs `after_step`   of this step
     in `after_step`             runs it to its end, an evaluation, too            of this step
-    after the last step         ends the stage as usual                           of this step
+    after the last step         ends the stage as usual; a next one does not begin  of this step
     again, at any time          ends at once                                      none
 
 An update that fails leaves no checkpoint: weights may be half made (`Stage.updating`).
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 async def train(stage: Stage, callbacks: Sequence[LoopCallback], interrupts: Interrupts) -> None:
     """Make the remaining steps of a stage.
+
+    After a step come its evaluation and record, warnings, the user's callbacks, and last the checkpoint
+    (`Orchestrator._callbacks`).
 
     Raises:
         Interrupted: the user asked to stop. What a step does before its update is cancelled; an update that has
@@ -84,7 +87,7 @@ async def train_step(stage: Stage, callbacks: Sequence[LoopCallback] = ()) -> Tr
 async def collect(stage: Stage) -> list[Experience]:
     """Collect the experiences of the next step: rollouts made here, replayed groups and demonstrations.
 
-    Without rollouts (SFT, DPO) demonstrations alone. Where the pipeline drops groups, `batches.take` rolls out others
+    Without rollouts (SFT, DPO) demonstrations alone. `enter_phase` brings to the device what a phase needs. Where the pipeline drops groups, `batches.take` rolls out others
     in their place. While rewards are awaited, the trainer makes the passes that need none.
     """
     batches, algorithm = stage.batches, stage.config.algorithm
@@ -135,7 +138,8 @@ async def update(stage: Stage, batch: list[Experience]) -> dict[str, float]:
     """Make the optimizer steps of a batch, count the step, and publish the weights if they are due.
 
     Once the optimizer steps have begun nothing cancels them, and `finish_step` follows at once. So an interrupted step
-    either counts as made or leaves the state as it was. Where others send requests, the trainer works in a thread; an
+    either counts as made or leaves the state as it was. An engine that shares the trainer's parameters is only told of
+    the new version. Where others send requests, the trainer works in a thread; an
     engine of this process pauses meanwhile, since its weights are the ones that change.
 
     Returns the trainer's metrics.

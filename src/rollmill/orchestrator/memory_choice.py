@@ -63,7 +63,7 @@ def describe_values(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}: {json.dumps(value)}" for key, value in values.items()).replace('"', "")
 
 
-Stage = TypeVar("Stage", bound=StageConfig)
+AnyStage = TypeVar("AnyStage", bound=StageConfig)
 Explorers = Sequence[StageConfig] | None
 """The stage as each explorer sees it that shares the GPU from another process; None: this process rolls out."""
 
@@ -81,13 +81,13 @@ def leaves_choice(stage: StageConfig) -> bool:
     return any(getattr(stage.trainer, key) == "auto" for key in PLAIN_CHOICES) or _open_cache(stage)
 
 
-def settle_stage(stage: Stage, values: Mapping[str, Any]) -> Stage:
+def settle_stage(stage: AnyStage, values: Mapping[str, Any]) -> AnyStage:
     """Returns the stage with these values in place of `auto`."""
     engine = stage.engine.settled(values.get("cache_gb"))
     return stage.model_copy(update={"trainer": stage.trainer.settled(values), "engine": engine})
 
 
-def settle_on_cpu(stage: Stage, param_dtype: str = "fp32") -> Stage:
+def settle_on_cpu(stage: AnyStage, param_dtype: str = "fp32") -> AnyStage:
     """Returns the stage with the values that `auto` has on a CPU. The native engine's cache then has no limit."""
     engine = stage.engine.settled(stage.engine.cpu_cache_gb)
     trainer = stage.trainer.settled({**PLAIN_CHOICES, "param_dtype": param_dtype})
@@ -275,7 +275,7 @@ def _with_stages(loaded: LoadedRun, stages: list[StageConfig]) -> LoadedRun:
     return replace(loaded, config=loaded.config.model_copy(update=first), stages=stages)
 
 
-def settle_for(stage: Stage, policy: PolicyModel) -> Stage:
+def settle_for(stage: AnyStage, policy: PolicyModel) -> AnyStage:
     """Returns a stage with plain values in place of `auto` for a model that is loaded, in fp32 if nobody says other."""
     if policy.device.type != "cuda":
         return settle_on_cpu(stage)
