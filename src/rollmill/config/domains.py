@@ -44,8 +44,8 @@ class DomainConfig(Section):
     weight: Annotated[float, Field(gt=0)] | list[tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=0)]]] = (
         1.0
     )
-    """Relative share of the training tasks, which counts in the loss by their number alone; or a schedule, a list of [step, weight] with linear
-    interpolation."""
+    """Relative share of the training tasks, which counts in the loss by their number alone; or a schedule, a list of
+    [step, weight] with linear interpolation."""
     replay_share: float | None = Field(None, ge=0, le=1)
     """Share of the domain in the replayed groups (`buffer.replay`), exact on average and within one group in each step;
     0: none. Places that it cannot fill stay empty. Default: domains without a share divide the rest in proportion to

@@ -6,9 +6,9 @@ The explorer scores each completion as soon as it ends (rollout/explorer.py); th
 groups through the pipeline into the buffer (batches.py); advantages and optimizer steps are the trainer's
 (trainer/trainer.py). Synchronous, one-step-off-policy, asynchronous, partial and remote rollouts all run this loop.
 They differ in three places outside it: how far ahead the scheduler may start rollouts (`max_staleness`, pacing.py;
-in this process only rewards overlap with the update, since the scheduler waits for all completions), what ends a step's rollouts (all
-of them, the first ones, or a token budget; scheduler.py), and which process rolls out (rollouts.py here and in
-remote/).
+in this process only rewards overlap with the update, since the scheduler waits for all completions), what ends a step's
+rollouts (all of them, the first ones, or a token budget; scheduler.py), and which process rolls out (rollouts.py here
+and in remote/).
 
 Ctrl-C (interrupt.py turns the signal into Interrupted, Orchestrator._stage stores the checkpoint):
 
@@ -16,7 +16,7 @@ Ctrl-C (interrupt.py turns the signal into Interrupted, Orchestrator._stage stor
     before `stage.learn`        cancels the step                                  of the step before
     in `stage.learn`            finishes it, counts the step, runs `after_step`   of this step
     in `after_step`             runs it to its end, an evaluation, too            of this step
-    after the last step         ends the stage as usual; a next one does not begin  of this step
+    after the last step         ends the stage as usual, and begins no other      of this step
     again, at any time          ends at once                                      none
 
 An update that fails leaves no checkpoint: weights may be half made (`Stage.updating`).
@@ -87,8 +87,8 @@ async def train_step(stage: Stage, callbacks: Sequence[LoopCallback] = ()) -> Tr
 async def collect(stage: Stage) -> list[Experience]:
     """Collect the experiences of the next step: rollouts made here, replayed groups and demonstrations.
 
-    Without rollouts (SFT, DPO) demonstrations alone. `enter_phase` brings to the device what a phase needs. Where the pipeline drops groups, `batches.take` rolls out others
-    in their place. While rewards are awaited, the trainer makes the passes that need none.
+    Without rollouts (SFT, DPO) demonstrations alone. Where the pipeline drops groups, `batches.take` rolls out others
+    in their place. `enter_phase` brings to the device what a phase needs. While rewards are awaited, the trainer makes the passes that need none.
     """
     batches, algorithm = stage.batches, stage.config.algorithm
     if batches is None:
