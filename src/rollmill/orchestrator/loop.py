@@ -88,7 +88,8 @@ async def collect(stage: Stage) -> list[Experience]:
     """Collect the experiences of the next step: rollouts made here, replayed groups and demonstrations.
 
     Without rollouts (SFT, DPO) demonstrations alone. Where the pipeline drops groups, `batches.take` rolls out others
-    in their place. `enter_phase` brings to the device what a phase needs. While rewards are awaited, the trainer makes the passes that need none.
+    in their place. `enter_phase` brings to the device what a phase needs. While rewards are awaited, the trainer makes
+    the passes that need none.
     """
     batches, algorithm = stage.batches, stage.config.algorithm
     if batches is None:
