@@ -168,7 +168,7 @@ def test_finished_turns_give_way() -> None:
     updates=st.integers(0, 2),
     turns=st.booleans(),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_every_request_is_served(
     tokens: int, prefill: int, lengths: list[tuple[int, int, int]], updates: int, turns: bool
 ) -> None:

@@ -45,7 +45,8 @@ def settings(choice: MemoryChoice) -> tuple[str, bool, int]:
 
 def test_the_first_settings_that_fit_are_chosen() -> None:
     """On smaller and smaller GPUs: all at once, checkpointing, smaller micro-batches, bf16 weights, nothing."""
-    found = [choose("qwen2.5-1.5b", gb) for gb in range(200, 1, -1)]
+    sizes = range(200, 1, -3)
+    found = [choose("qwen2.5-1.5b", gb) for gb in sizes]
     order = list(dict.fromkeys((settings(each), each.fits) for each in found))
     assert order[0] == (("fp32", False, 8192), True)
     assert order[1] == (("fp32", True, 8192), True)
@@ -53,7 +54,7 @@ def test_the_first_settings_that_fit_are_chosen() -> None:
     assert kinds == sorted(kinds, reverse=True)  # fp32 before bf16
     assert order[-1] == (("bf16", True, 1024), False)
     assert [fits for _, fits in order] == [True] * (len(order) - 1) + [False]
-    for gb, each in zip(range(200, 1, -1), found, strict=True):
+    for gb, each in zip(sizes, found, strict=True):
         assert each.fits == (not each.problems)
         if each.fits:
             assert each.peak <= MEMORY_USABLE * gb * 1e9
