@@ -109,7 +109,7 @@ CASES = {
         if kind != "pickled"
     },
     **{
-        f"memory m135, {way}": Compared(
+        f"memory m135 {way}": Compared(
             _worker("memory", "--model", "m135", *memory.SIZE, "--way", way), ("gib",), 1, 0, pinned=False
         )
         for way in ("fp32 weights", "bf16 weights", "LoRA over bf16 weights")
