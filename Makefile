@@ -45,10 +45,10 @@ test-services: setup postgres-installed chromium-installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m service
 
 # Both of them at once, as CI runs them: tests are collected once, and no process waits for another in between. A file's
-# tests stay together, since they share what takes long to make; the last files are short. Four at once, since many of
+# tests stay together, since they share what takes long to make; the last files are short. Three at once, since many of
 # them wait: for deadlines, and for processes that start.
 test-long: setup postgres-installed chromium-installed
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 30 -m '(slow or service) and not thorough'
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 -m '(slow or service) and not thorough'
 
 # The benchmarks with small numbers, runs that learn for minutes, and variants of slow tests of which CI runs one each.
 test-thorough: setup postgres-installed chromium-installed
