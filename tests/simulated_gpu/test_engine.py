@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.engine_gaps import rolled_out, trained_gaps
+from support.engine_gaps import experiences_of, rolled_out, trained_gaps
 from support.simulated_cuda.trace import Trace
 from support.toys import toy_model
 
@@ -22,7 +22,7 @@ from rollmill.engines.native import NativeEngine, paged_cache
 from rollmill.engines.native.decoder import CAPTURE_AFTER
 from rollmill.engines.native.paged_cache import PagedCache
 from rollmill.models import attention
-from rollmill.types import Completion, Experience, experience_from_completion
+from rollmill.types import Completion, Experience
 
 pytestmark = pytest.mark.gpu
 
@@ -58,15 +58,6 @@ def test_a_model_that_waits_for_the_device_is_decoded_without_captures(caplog: p
 
 async def all_of(engine: NativeEngine, requests: list[GenerationRequest]) -> list[list[Completion]]:
     return await asyncio.gather(*map(engine.generate, requests))
-
-
-def experiences_of(groups: list[list[Completion]]) -> list[Experience]:
-    found = []
-    for group, completions in enumerate(groups):
-        for each in completions:
-            name = {"id": f"{group}/{each.index}", "task_id": f"t{group}", "group": str(group), "prompt": "p"}
-            found.append(experience_from_completion(each, **name, temperature=1.0))
-    return found
 
 
 def in_pages(model: Any, **options: Any) -> tuple[list[Experience], NativeEngine]:

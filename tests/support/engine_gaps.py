@@ -16,7 +16,7 @@ from rollmill.models.routing import routing_shape
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
 from rollmill.trainer.model_setup import evaluation_mode
-from rollmill.types import Experience, experience_from_completion
+from rollmill.types import Completion, Experience, experience_from_completion
 
 
 def rolled_out(
@@ -34,12 +34,7 @@ def rolled_out(
         requests = [GenerationRequest(prompt, options, n=2, seed=seed) for seed, prompt in enumerate(prompts)]
         return await asyncio.gather(*map(engine.generate, requests))
 
-    found = []
-    for group, completions in enumerate(asyncio.run(all_of_them())):
-        for each in completions:
-            name = {"id": f"{group}/{each.index}", "task_id": f"t{group}", "group": str(group), "prompt": "p"}
-            found.append(experience_from_completion(each, **name, temperature=1.0))
-    return found, engine.counters()
+    return experiences_of(asyncio.run(all_of_them())), engine.counters()
 
 
 def scored_batch(model: Any) -> list[Experience]:
@@ -52,13 +47,20 @@ def scored_batch(model: Any) -> list[Experience]:
         requests = [GenerationRequest(list(range(8, 18 + each)), sampling, n=8, seed=each) for each in range(8)]
         return await asyncio.gather(*map(running.generate, requests))
 
-    made = []
-    for group, completions in enumerate(asyncio.run(all_of_them())):
+    made = experiences_of(asyncio.run(all_of_them()))
+    for number, each in enumerate(made):
+        each.reward = float(np.random.default_rng(number % 8 + 10 * (number // 8)).random() > 0.5)
+    return made
+
+
+def experiences_of(groups: list[list[Completion]]) -> list[Experience]:
+    """One experience for each completion of each group."""
+    found = []
+    for group, completions in enumerate(groups):
         for each in completions:
             name = {"id": f"{group}/{each.index}", "task_id": f"t{group}", "group": str(group), "prompt": "p"}
-            made.append(experience_from_completion(each, **name, temperature=1.0))
-            made[-1].reward = float(np.random.default_rng(each.index + 10 * group).random() > 0.5)
-    return made
+            found.append(experience_from_completion(each, **name, temperature=1.0))
+    return found
 
 
 def trained_gaps(model: Any, experiences: list[Experience]) -> Tensor:

@@ -69,7 +69,8 @@ class NativeEngineConfig(EngineSection):
     different policy: list `corrections`."""
     cache_gb: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """Limit of the KV cache, in GiB, finished turns included. Completions that do not fit wait, the newest first, and
-    are recomputed later: their tokens are the same. `auto`: on a GPU what its free memory allows, on a CPU no limit."""
+    are recomputed later: their tokens are the same. `auto`: on a GPU what the trainer leaves,
+    and at most what all completions at a time need; on a CPU no limit."""
     prefix_cache_gb: float = Field(1.0, ge=0)
     """Memory (GiB) for keys and values of finished turns, until the next weight update: the next turn of the same
     conversation starts from them. 0 computes every turn from its beginning."""

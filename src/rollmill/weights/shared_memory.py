@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import rollmill.weights.buckets as buckets
 from rollmill.errors import DeadlineError, WeightSyncError
-from rollmill.weights import buckets
 from rollmill.weights.buckets import load_tensors, pack_block
 from rollmill.weights.cuda_ipc import IPCSender
 from rollmill.weights.layout import XXH3, BlockLayout, compute_checksum

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from rollmill.apps.plan.planning.cluster import plan_cluster, plan_stage_on
-from rollmill.apps.plan.planning.cluster_costs import read_cluster_model, smallest_explorer, trainer_memory, training_s
-from rollmill.apps.plan.planning.gpus import GPU_KINDS, gpu_kind
+from rollmill.apps.plan.planning.cluster_costs import (
+    gpu_kind,
+    read_cluster_model,
+    smallest_explorer,
+    trainer_memory,
+    training_s,
+)
 from rollmill.apps.plan.planning.simulation import simulate_stage
 from rollmill.apps.plan.simulation.engine import SimulationCosts
 from rollmill.apps.plan.simulation.steps import simulate_steps
@@ -18,6 +23,7 @@ from rollmill.cli import main
 from rollmill.config.model import ModelConfig
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
+from rollmill.models.gpu_kinds import GPU_KINDS
 from rollmill.orchestrator.pacing import Pacing
 
 BATCH = 8

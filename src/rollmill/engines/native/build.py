@@ -43,7 +43,10 @@ def build_native(
 
 
 def resolve_cache_gb(limit: float | Literal["auto"], device: torch.device) -> float | None:
-    """Return the limit of the KV cache in GiB; None: there is none."""
+    """Return the limit of the KV cache in GiB; None: there is none.
+
+    `auto` is left to engines beside the policy's, such as those of further models: for that one the run has chosen.
+    """
     if limit != "auto":
         return limit
     if device.type != "cuda":

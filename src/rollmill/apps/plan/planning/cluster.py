@@ -17,11 +17,11 @@ from rollmill.apps.plan.planning.cluster_costs import (
     ClusterModel,
     ExplorerCosts,
     cluster_costs,
+    gpu_kind,
     read_cluster_model,
     smallest_explorer,
     trainer_memory,
 )
-from rollmill.apps.plan.planning.gpus import gpu_kind
 from rollmill.apps.plan.planning.presets import load_planned_run, planned_model
 from rollmill.apps.plan.planning.simulation import simulate_stage
 from rollmill.apps.plan.simulation.engine import SimulationCosts

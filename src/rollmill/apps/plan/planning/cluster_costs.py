@@ -11,17 +11,11 @@ from typing import Any, Self
 
 import torch
 
-from rollmill.apps.plan.planning.gpus import (
-    BANDWIDTH_REACHED,
-    FLOPS_REACHED,
-    GPUS_PER_NODE,
-    NETWORK_REACHED,
-)
 from rollmill.apps.plan.simulation.engine import SimulationCosts
 from rollmill.config.model import ModelConfig
 from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
-from rollmill.models.gpu_kinds import MEMORY_USABLE, GPUKind
+from rollmill.models.gpu_kinds import GPU_KINDS, MEMORY_USABLE, GPUKind
 from rollmill.models.load import PolicyModel, build_meta_policy
 from rollmill.models.quantization import count_weights
 from rollmill.models.storage import narrow_weights
@@ -30,12 +24,23 @@ from rollmill.orchestrator.memory_choice import choose_memory, settle_on_cpu
 from rollmill.orchestrator.stage_memory import StageModel, StepTokens
 from rollmill.trainer.step_memory import PolicySizes
 
+GPUS_PER_NODE = 8
+FLOPS_REACHED, BANDWIDTH_REACHED, NETWORK_REACHED = 0.4, 0.6, 0.7
+"""Shares of the data sheets' rates that are assumed: of a trainer's or a prefill's products, of a decoding pass over
+weights and keys and values, and of transfers."""
 _BF16, _FP32 = 2, 4
 _PASS_S = 1e-3
 """Launching the kernels of a decoding pass, sampling included."""
 _SPREAD = 0.8
 """Standard deviation of the logarithm of completions' lengths."""
 _GROUPS, _STEPS_DRAWN, _JITTER = 256, 16, 0.03
+
+
+def gpu_kind(name: str) -> GPUKind:
+    """Look up a kind by name. Raises ConfigError for an unknown one."""
+    if name not in GPU_KINDS:
+        raise ConfigError(f"--cluster {name}: unknown kind of GPU; choose one of {', '.join(GPU_KINDS)}")
+    return GPU_KINDS[name]
 
 
 @dataclass(frozen=True)

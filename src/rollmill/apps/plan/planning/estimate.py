@@ -2,7 +2,7 @@
 and seconds of a step.
 
 The model exists on torch's meta device only. Seconds follow from two probes of this machine's device, of a product and
-of a copy, or from a GPU's data sheet, with the shares of both that planning/gpus.py assumes of a GPU.
+of a copy, or from a GPU's data sheet, with the shares of both that cluster_costs.py assumes of a GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from typing import Any
 import psutil
 import torch
 
-from rollmill.apps.plan.planning.cluster_costs import ClusterModel, read_cluster_model, trained_passes
-from rollmill.apps.plan.planning.gpus import BANDWIDTH_REACHED, FLOPS_REACHED, gpu_kind
+from rollmill.apps.plan.planning.cluster_costs import (
+    BANDWIDTH_REACHED,
+    FLOPS_REACHED,
+    ClusterModel,
+    gpu_kind,
+    read_cluster_model,
+    trained_passes,
+)
 from rollmill.apps.plan.planning.measurement import MIN_STEPS
 from rollmill.apps.plan.planning.presets import load_planned_run, planned_model
 from rollmill.config.run import StageConfig
