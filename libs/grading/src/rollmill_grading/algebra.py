@@ -163,6 +163,8 @@ def _equal(gold: Any, answer: Any, tolerance: float, steps: _Steps) -> bool:
             same = _same_value(gold, answer, tolerance)
             if same is not None:
                 return same
+        if isinstance(gold, Eq) and isinstance(answer, Eq) and gold.free_symbols != answer.free_symbols:
+            return False
         with steps.counted():
             if _is_undefined(gold) or _is_undefined(answer):
                 return False
@@ -261,15 +263,13 @@ def _close(one: Any, other: Any, tolerance: float) -> bool:
 
 
 def _same_equation(gold: Any, answer: Any) -> bool | None:
-    """True if two equations have the same solutions, False if not; None if only math-verify may know.
+    """True if two equations of the same names have the same solutions, False if not; None if only math-verify may know.
 
     math-verify finds any two equations without a solution equal.
     """
     if not isinstance(gold, Eq) or not isinstance(answer, Eq):
         return None
     names = gold.free_symbols
-    if names != answer.free_symbols:
-        return False
     one, other = (fraction(together(_exact(each.lhs - each.rhs)))[0] for each in (gold, answer))
     values = [(_value(one, point), _value(other, point)) for point in _points(names)]
     if all(a and b for a, b in values):

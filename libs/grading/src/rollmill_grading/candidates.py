@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,7 +51,10 @@ _VERB = (
     r"|comes out to)(?: therefore)?(?: be)?)\b"
 )
 _SAID = re.compile(
-    r"(?=[abcdfioprsvwz\[答最所因结得正符满故应选排顺])"  # every first character of what follows: fails fast elsewhere
+    # How all of what follows begins, first by its first character: it fails fast elsewhere.
+    r"(?=[abcdfioprsvwz\[答最所因结得正符满故应选排顺])"
+    r"(?=\b(?:a(?:ns|ppro)|best|co(?:n|rr)|des|final|i\b|order|points|r(?:eq|esul|ight|oots)|s(?:equ|olu)|val|we\b|zeros)"
+    r"|[\[答最所因结得正符满故应选排顺])"
     r"(?:\banswers?\b(?!\s+(?:choices?|options?|keys?|sheets?|format))(?:\s+\((?:in|to)[^()\n]{1,40}\))?"
     rf"(?:\s*[*_]*\s*(?:[:=]+>?|[-–—]>?\s|→)|[\s*,_]+(?:(?!is\b|are\b)[A-Za-z'’-]+[\s,]+"
     rf"|\$[^$\n]{{1,30}}\$\s+){{0,9}}?{_VERB}\s*:?|[ \t*_]*\n)"
@@ -168,11 +172,11 @@ def find_hash_answer(text: str) -> AnswerCandidate | None:
     return AnswerCandidate("hash", line, start, start + len(line))
 
 
-def find_stated_answers(passage: SegmentedText) -> list[AnswerCandidate]:
-    """Return the text after each "the answer is" up to the end of its sentence, if that is a claim; and corrections."""
+def find_stated_answers(passage: SegmentedText) -> Iterator[AnswerCandidate]:
+    """Find the text after each "the answer is" up to the end of its sentence, if that is a claim; and corrections. The
+    last one comes first."""
     text = passage.text
-    found: list[AnswerCandidate] = []
-    for mark in list(_SAID.finditer(text))[-_MOST_MARKS:]:
+    for mark in list(_SAID.finditer(text))[: -_MOST_MARKS - 1 : -1]:
         if (at := _SKIP.match(text, mark.end())) is None or at.end() >= len(text):
             continue
         start, end = at.end(), passage.sentence_end(at.end())
@@ -188,7 +192,7 @@ def find_stated_answers(passage: SegmentedText) -> list[AnswerCandidate]:
             continue
         if (bullets := _LIST_OF_ANSWERS.match(text, mark.end())) is not None:
             items = [item.strip(" .,;") for item in _BULLET.split(bullets[0])[1:]]
-            found.append(AnswerCandidate("said", ", ".join(items), start, bullets.end()))
+            yield AnswerCandidate("said", ", ".join(items), start, bullets.end())
             continue
         claim = text[mark.end() : end]
         if heading and re.match(r"[\s*]*neither\b", claim, re.IGNORECASE):
@@ -196,10 +200,9 @@ def find_stated_answers(passage: SegmentedText) -> list[AnswerCandidate]:
         opposed = mark[0].split()[0] if re.match(r"(?:correct|right)\b", mark[0], re.IGNORECASE) else ""
         if is_denied(sentence + opposed, claim, is_question=text[end : end + 1] in ("?", "？")):
             if NEGATION.match(text[mark.end() : end]) and (correction := _correction(passage, start, end)) is not None:
-                found.append(correction)
+                yield correction
             continue
-        found.append(AnswerCandidate("said", phrase, start, end))
-    return found
+        yield AnswerCandidate("said", phrase, start, end)
 
 
 def _is_working(passage: SegmentedText, phrase: str, end: int) -> bool:

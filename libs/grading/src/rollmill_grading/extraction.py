@@ -109,7 +109,7 @@ def _marked_candidates(passage: SegmentedText, contents: list[AnswerCandidate]) 
     """Find candidates one after the other, because most completions need only the first."""
     yield _joined(passage.text, contents)
     yield find_hash_answer(passage.text)
-    yield from reversed(find_stated_answers(passage))
+    yield from find_stated_answers(passage)
     yield find_bare_answer(passage.text)
 
 
