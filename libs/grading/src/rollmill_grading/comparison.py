@@ -134,6 +134,8 @@ def compare_texts(gold: str, answer: str, rules: AnswerMatchOptions = EXACT) -> 
         return letter == choice[0]
     if choice is not None and not choice[1] and choice[0] == parse_option_letter(gold.upper()):
         return True  # `B` for `b`
+    if any(parse_option_letter(one) and parse_quantity(other) for one, other in ((gold, answer), (answer, gold))):
+        return False  # a letter is not a number
     if letter is None and choice is not None and choice[1]:
         answer = choice[1]
     if is_plain_words(gold):
