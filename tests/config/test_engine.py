@@ -16,6 +16,7 @@ taskset: {path: tasks.jsonl}
 rewards: [{name: math}]
 """
 VLLM = GOOD + "engine: {name: vllm}\n"
+DRAFTING = GOOD + "engine: {name: vllm, options: {speculative_config: {method: ngram, num_speculative_tokens: 2}}}\n"
 EVALUATION = "evaluation: {taskset: {path: tasks.jsonl}, sampling: {%s}}\n"
 
 CASES = {
@@ -67,11 +68,14 @@ CASES = {
         GOOD + "engine: {name: vllm, options: {logprobs_mode: raw_logits}}",
         "logprobs_mode is no option",
     ),
-    "truncation": (
-        VLLM + "rollout: {top_p: 0.9}",
-        "run.yaml:5: rollout.top_p: engine `vllm` does not say how much probability truncation keeps",
+    "truncation of drafts": (
+        DRAFTING + "rollout: {top_p: 0.9}",
+        "run.yaml:5: rollout.top_p: with speculative_config vLLM does not say how much probability truncation keeps",
     ),
-    "truncation of an evaluation": (VLLM + EVALUATION % "min_p: 0.1", "run.yaml:5: evaluation.sampling.min_p: engine"),
+    "truncation of an evaluation": (
+        DRAFTING + EVALUATION % "min_p: 0.1",
+        "run.yaml:5: evaluation.sampling.min_p: with speculative_config",
+    ),
     "guesses": (VLLM + "rollout: {ngram_draft: {}}", "rollout.ngram_draft: engine `vllm` has speculative decoding"),
     "reuse": (VLLM + "rollout: {reuse: {}}", "rollout.reuse: engine `vllm` takes no drafts"),
     "router replay": (

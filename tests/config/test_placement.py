@@ -51,12 +51,12 @@ CASES = {
         "placement.explorers: `explorers` is honoured by placement `ray`, not by `inline`",
     ),
     "what the engine of a kind does not offer": (
-        MIXED + "rollout: {top_p: 0.9}",
-        "run.yaml:4: placement.explorers.0.engine: rollout.top_p of stage train: engine `vllm` does not say how much",
+        MIXED + "rollout: {reuse: {}}",
+        "run.yaml:4: placement.explorers.0.engine: rollout.reuse of stage train: engine `vllm` takes no drafts",
     ),
     "what the engine of a kind does not offer to an evaluation": (
-        MIXED + "evaluation: {taskset: {path: tasks.jsonl}, sampling: {min_p: 0.1}}",
-        "placement.explorers.0.engine: evaluation.sampling.min_p of stage train: engine `vllm` does not say how much",
+        MIXED + "evaluation: {taskset: {path: tasks.jsonl}, sampling: {temperature: 0.001}}",
+        "placement.explorers.0.engine: evaluation.sampling.temperature of stage train: engine `vllm` raises",
     ),
     "what the engine of a kind does not offer to one of the stages": (
         MIXED + "stages: [{name: a}, {name: b, rollout: {ngram_draft: {}}}]",
@@ -138,10 +138,10 @@ def test_a_kind_s_engine_replaces_the_stage_s() -> None:
     assert run.stages[0].engine.name == "native"
 
 
-def test_a_stage_s_truncation_is_right_where_no_kind_has_the_stage_s_engine() -> None:
-    loaded(GOOD + REWARDS + RAY % "[{engine: native}]" + "rollout: {top_p: 0.9}\n")
-    with pytest.raises(ConfigError, match=r"run.yaml:5: rollout\.top_p: engine `vllm`"):
-        loaded(GOOD + REWARDS + RAY % "[{engine: native}, {}]" + "rollout: {top_p: 0.9}\nengine: vllm\n")
+def test_a_stage_s_drafts_are_right_where_no_kind_has_the_stage_s_engine() -> None:
+    loaded(GOOD + REWARDS + RAY % "[{engine: native}]" + "rollout: {ngram_draft: {}}\n")
+    with pytest.raises(ConfigError, match=r"run.yaml:5: rollout\.ngram_draft: engine `vllm`"):
+        loaded(GOOD + REWARDS + RAY % "[{engine: native}, {}]" + "rollout: {ngram_draft: {}}\nengine: vllm\n")
 
 
 def test_the_python_of_a_kind_is_looked_up(tmp_path: Path) -> None:

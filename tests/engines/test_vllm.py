@@ -111,6 +111,64 @@ def test_log_probs_are_after_temperature(running: Running) -> None:
     assert all((each.kept_logmass == 0).all() for each in found)
 
 
+TRUNCATIONS = ({"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.3}, {"top_p": 0.8, "top_k": 40, "min_p": 0.02}, {})
+
+
+def test_truncated_tokens_have_the_log_probs_before_and_the_probability_kept(running: Running) -> None:
+    """All at once, so that requests with and without truncation are sampled in the same steps."""
+    requests = [
+        GenerationRequest(PROMPTS[0], SamplingConfig(temperature=0.8, max_new_tokens=16, **each), n=4, seed=3)
+        for each in TRUNCATIONS
+    ]
+
+    async def all_at_once() -> list[list[Completion]]:
+        return await asyncio.gather(*(running.engine.generate(each) for each in requests))
+
+    for truncation, found in zip(TRUNCATIONS, running.run(all_at_once()), strict=True):
+        for each in found:
+            np.testing.assert_allclose(
+                each.logprobs + each.kept_logmass, expected(running.policy, each, 0.8), atol=1e-4
+            )
+            kept, inside = kept_by_definition(running.policy, each, 0.8, **truncation)
+            np.testing.assert_allclose(each.kept_logmass, kept, atol=1e-4)
+            assert inside.all()
+    assert all((each.kept_logmass == 0).all() for each in found)
+
+
+def kept_by_definition(
+    policy: PolicyModel,
+    completion: Completion,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log of the mass of the tokens that vLLM's order (min_p, top_k, top_p) keeps; and whether each token is one."""
+    prompt, tokens = completion.prompt_ids, completion.token_ids
+    ids = torch.tensor(np.concatenate([prompt, tokens]), dtype=torch.long)[None]
+    with torch.no_grad():
+        whole = (policy.model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature).softmax(-1)
+    left = torch.where(whole < min_p * whole.amax(-1, keepdim=True), 0.0, whole)
+    if top_k:
+        left = torch.where(left < left.topk(top_k, -1).values[:, -1:], 0.0, left)
+    left = left / left.sum(-1, keepdim=True)
+    ordered, index = left.sort(descending=True)
+    left = left.scatter(1, index, torch.where(ordered.cumsum(-1) - ordered < top_p, ordered, 0.0))
+    kept = torch.where(left > 0, whole, 0.0)
+    return kept.sum(-1).log().numpy(), (kept.gather(1, ids[0, len(prompt) :, None])[:, 0] > 0).numpy()
+
+
+def test_truncated_completions_go_on_from_a_prefix(running: Running) -> None:
+    [whole] = running.generate(PROMPTS[0], top_p=0.7, seed=5)
+    part = CompletionPrefix(whole.token_ids[:6], whole.logprobs[:6], whole.kept_logmass[:6], whole.versions[:6])
+    options = SamplingConfig(max_new_tokens=24, top_p=0.7)
+    [found] = running.run(
+        running.engine.generate(GenerationRequest(PROMPTS[0], options, n=1, seed=5, prefixes=(part,)))
+    )
+    np.testing.assert_array_equal(found.kept_logmass[:6], whole.kept_logmass[:6])
+    np.testing.assert_allclose(found.logprobs + found.kept_logmass, expected(running.policy, found), atol=1e-4)
+
+
 def test_a_completion_is_a_function_of_its_seed(running: Running) -> None:
     once, again = (running.generate(PROMPTS[1], n=4, seed=11) for _ in range(2))
     other = running.generate(PROMPTS[1], n=4, seed=12)
@@ -356,7 +414,6 @@ def test_a_cancelled_request_leaves_the_engine_as_it_was(running: Running) -> No
     [
         ([], {}, EngineError, "no tokens"),
         ([1] * 5000, {}, ContextLengthError, "leaves no room"),
-        ([1], {"top_p": 0.9}, EngineError, "how much probability truncation keeps"),
     ],
 )
 def test_requests_that_cannot_be_served(

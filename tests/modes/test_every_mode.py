@@ -112,7 +112,8 @@ ROLES: dict[str, Any] = {
         {"name": "python", "function": "plugin.py:high", "role": "second"},
     ],
 }
-DRAFTS = {"rollout": {"ngram_draft": {"length": 1, "tokens": 3}, "top_p": 0.95}}
+DRAFTS = {"rollout": {"ngram_draft": {"length": 1, "tokens": 3}}}
+TRUNCATED = {"rollout": {"top_p": 0.95}}
 
 
 def mode_params(
@@ -195,9 +196,9 @@ class Runs:
         return out
 
     def _adapters(self, mode: RunMode) -> Path:
-        """Adapters on the run's last checkpoint, with roles, over-sampling, and drafts where the engine has them."""
+        """Adapters on the run's last checkpoint, with roles, over-sampling, truncation, and drafts."""
         model = {"path": str(self.everything(mode) / f"checkpoints/step-{STEPS:06d}"), "new": None}
-        changes = merged(ADAPTERS | ROLES, DRAFTS if mode.engine == "native" else {})
+        changes = merged(ADAPTERS | ROLES, merged(TRUNCATED, DRAFTS if mode.engine == "native" else {}))
         if publishes(mode):
             changes |= {"max_staleness": 1, "sync_interval": 2}
         folder = self._written(mode, "adapters", changes | {"model": model | {"lora": {"rank": 4}}})
@@ -483,7 +484,7 @@ def test_opponents_are_past_copies(runs: Runs, mode: RunMode) -> None:
     assert list(torch.load(last, weights_only=True)["frozen"]["past"]["opponent"]) == [2, 3]
 
 
-@with_native
+@in_every_mode
 def test_truncated_tokens_have_exact_log_probs(runs: Runs, mode: RunMode) -> None:
     assert max(row["logprob_gap/max"] for row in steps(runs.adapters(mode))) < 1e-3
 

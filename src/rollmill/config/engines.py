@@ -39,6 +39,10 @@ class EngineSection(NamedSection):
     cpu_cache_gb: ClassVar[float | None] = None
     """Size of its cache that `auto` means on a CPU, in GiB; None: it has no limit."""
 
+    def lack(self, feature: str) -> str | None:
+        """Returns the text of the error for a run that needs one of ENGINE_FEATURES; None if the engine has it."""
+        return self.unsupported.get(feature)
+
     def computes_like_trainer(self) -> bool:
         """True if log-probs are the trainer's up to rounding in the type of `trainer.precision`."""
         return False
@@ -104,8 +108,6 @@ class VLLMEngineConfig(EngineSection):
 
     implementation = "rollmill.engines.vllm.build:build_vllm"
     unsupported = {
-        "truncation": "engine `vllm` does not say how much probability truncation keeps, which training needs; "
-        f"{_NATIVE}",
         "ngram_draft": "engine `vllm` has speculative decoding of its own (engine.options.speculative_config); remove "
         "this, or use engine `native`",
         "reuse": f"engine `vllm` takes no drafts; {_NATIVE}",
@@ -134,6 +136,12 @@ class VLLMEngineConfig(EngineSection):
     """Timeout for the process to start, or to load new weights."""
     restarts: int = Field(2, ge=0)
     """Maximum restarts of a crashed process per stage. Its requests start over, with the same seeds."""
+
+    def lack(self, feature: str) -> str | None:
+        """See EngineSection.lack."""
+        if feature == "truncation" and "speculative_config" in self.options:
+            return f"with speculative_config vLLM does not say how much probability truncation keeps; {_NATIVE}"
+        return super().lack(feature)
 
     def reader_python(self) -> Path:
         return self.python or Path(sys.executable)

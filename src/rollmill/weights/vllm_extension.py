@@ -22,6 +22,12 @@ class SharedWeightsExtension:
     parallel_config: Any
     _receiver: SharedMemoryReceiver | None = None
 
+    def report_truncation(self) -> bool:
+        """Lets vLLM say how much probability truncation keeps. False if its sampler cannot."""
+        from rollmill.engines.vllm.sampler import TruncationSampler
+
+        return TruncationSampler.install(self.model_runner)
+
     def load_shared_weights(self, path: str, names: dict[str, str], announced: int | None = None) -> tuple[int, str]:
         """Loads the newest version into the model: by CUDA IPC while it is sent, else from shared memory.
 

@@ -57,9 +57,7 @@ def engine_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
             "token_budget": (("rollout", "token_budget"), stage.rollout.token_budget is not None),
             "router_replay": (("trainer", "router_replay"), stage.trainer.router_replay is True),
         }
-        yield from (
-            (path, engine.unsupported[name]) for name, (path, on) in wanted.items() if on and name in engine.unsupported
-        )
+        yield from ((path, lack) for name, (path, on) in wanted.items() if on and (lack := engine.lack(name)))
     sampled: dict[KeyPath, RolloutConfig] = {}
     if stage.algorithm.uses_rollouts:
         sampled["rollout",] = stage.rollout
@@ -74,8 +72,8 @@ def engine_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
 def _sampling_conflicts(engine: EngineSection, rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
     """Yields keys of the sampling settings that the engine does not support."""
     for key, (feature, off) in _SAMPLING.items():
-        if feature in engine.unsupported and getattr(rollout, key) != off:
-            yield key, engine.unsupported[feature]
+        if getattr(rollout, key) != off and (lack := engine.lack(feature)):
+            yield key, lack
     if 0 < rollout.temperature < engine.least_temperature:
         text = f"engine `{engine.name}` raises temperatures below {engine.least_temperature} to that"
         yield "temperature", f"{text}; give 0, or at least {engine.least_temperature}"

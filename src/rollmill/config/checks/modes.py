@@ -179,7 +179,6 @@ FEATURES = (
         "rollout.top_p",
         {"rollout": {"top_p": 0.9}},
         _TESTS + "truncated_tokens_have_exact_log_probs",
-        vllm=_unsupported("truncation"),
     ),
     ModeFeature("seeds", "seed", {"seed": 3}, _TESTS + "a_completion_is_a_function_of_its_seed"),
     ModeFeature(

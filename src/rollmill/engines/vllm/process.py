@@ -317,6 +317,7 @@ def _environment(launch: VLLMLaunchConfig) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one has another sampler than `TruncationSampler` extends
     }
     own = {
         "PYTHONPATH": str(packages),

@@ -48,6 +48,7 @@ class VLLMSequenceGroup(RunningRequest):
         sampling = {
             "temperature": self.request.sampling.temperature,
             "stop_token_ids": sorted(self.stop_ids),
+            **_truncation(self.request),
         }
         prompt = [int(token) for token in self.request.prompt_ids]
         seen = {} if self.request.pictures is None else self._seen(self.request.pictures, prompt)
@@ -73,6 +74,7 @@ class VLLMSequence:
     prefix: CompletionPrefix | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)  # log of the probability mass that truncation kept
     stop_reason: StopReason | None = None  # found here; vLLM knows only end ids and lengths
     repetition: RepetitionDetector | None = None
     began_at: float | None = None
@@ -104,13 +106,14 @@ class VLLMSequence:
     def again(self) -> None:
         """Start over, with the tokens of the prefix."""
         request = self.group.request
-        self.tokens, self.logprobs, self.stop_reason = [], [], None
+        self.tokens, self.logprobs, self.kept, self.stop_reason = [], [], [], None
         config = request.sampling.repetition
         self.repetition = None if config is None else RepetitionDetector(config)
         if self.prefix is None:
             return
-        for token, logprob in zip(self.prefix.token_ids.tolist(), self.prefix.logprobs.tolist(), strict=True):
-            self._append(token, logprob)
+        begun = self.prefix
+        for token, logprob, kept in zip(begun.token_ids, begun.logprobs, begun.kept_logmass, strict=True):
+            self._append(int(token), float(logprob), float(kept))
             if self.stop_reason is None and token in self.group.stop_ids:
                 self.stop_reason = StopReason.EOS
             elif self.stop_reason is None and len(self.tokens) >= self.group.limit:
@@ -122,20 +125,22 @@ class VLLMSequence:
         """Append new tokens, up to one that completes a stop string or a repetition; True if one does."""
         request = self.group.request
         self.began_at = self.began_at or time.perf_counter()
+        kept = message.get("kept", [0.0] * len(message["tokens"]))
         for at, (token, logprob) in enumerate(zip(message["tokens"], message["logprobs"], strict=True)):
             if self.stop_reason is not None:
                 return False
-            self._append(token, logprob)
+            self._append(token, logprob - kept[at], kept[at])
             if request.on_token is not None:
                 top = tuple((int(id), float(value)) for id, value in message["top"][at]) if request.top else ()
                 request.on_token(SampledToken(self.index, token, logprob, top))
         return self.stop_reason is not None
 
-    def _append(self, token: int, logprob: float) -> None:
+    def _append(self, token: int, logprob: float, kept: float) -> None:
         """Append a token; set the stop reason if it completes what vLLM does not look for."""
         group = self.group
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        self.kept.append(kept)
         repeats = self.repetition is not None and self.repetition.add(token)
         if token in group.stop_ids:
             return  # vLLM ends it
@@ -148,17 +153,14 @@ class VLLMSequence:
         """Build the Completion from the final message."""
         group, now, count = self.group, time.perf_counter(), len(self.tokens)
         versions = [version for version, length in message["versions"] for _ in range(length)]
-        kept = np.zeros(count, np.float32)
         if self.prefix is not None:
             versions = [*self.prefix.versions.tolist(), *versions]
-            earlier = self.prefix.kept_logmass[:count]
-            kept[: len(earlier)] = earlier
         return Completion(
             prompt_ids=np.asarray(group.request.prompt_ids, np.int32),
             token_ids=np.asarray(self.tokens, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
             versions=np.asarray(versions[:count], np.int32),
-            kept_logmass=kept,
+            kept_logmass=np.asarray(self.kept, np.float32),
             text=self._text(),
             stop_reason=self.stop_reason or _REASONS[message["ended"]],
             seed=self.seed,
@@ -183,14 +185,16 @@ def build_vllm_sequence_group(
 ) -> VLLMSequenceGroup:
     """Build the group of a request. Raises EngineError for one that cannot be served."""
     sampling, limit = request.sampling, max_new_tokens_for(request, context)
-    if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
-        raise UnsupportedRequestError(
-            f"{request.id}: vLLM does not say how much probability truncation keeps; use top_p 1, no top_k and no "
-            "min_p, or engine `native`"
-        )
     if any(request.drafts) or request.record_top:
         raise UnsupportedRequestError(f"{request.id}: vLLM takes no drafts; use engine `native`")
     if request.new_processor is not None:
         raise UnsupportedRequestError(f"{request.id}: vLLM takes no logits processors; use engine `native`")
     stops = stop_matcher_for(request, tokenizer)
     return VLLMSequenceGroup(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops, tokenizer)
+
+
+def _truncation(request: GenerationRequest) -> dict[str, float]:
+    """Those of top_p, top_k and min_p that leave tokens out; none of them for a greedy request."""
+    sampling = request.sampling
+    values = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
+    return {} if sampling.temperature == 0 else {key: value for key, (value, off) in values.items() if value != off}

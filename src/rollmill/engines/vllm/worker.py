@@ -19,6 +19,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import sys
 import traceback
 from typing import Any
@@ -27,6 +28,11 @@ MAX_LINE_BYTES = 1 << 28
 _EXTENSION = "rollmill.weights.vllm_extension.SharedWeightsExtension"
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _PR_SET_PDEATHSIG = 1
+_TRUNCATION = {"top_p", "top_k", "min_p"}
+_KEEPS_QUIET = (
+    "top_p, top_k and min_p need vLLM's first model runner and no speculative_config, or vLLM does not say how much "
+    "probability they keep; remove VLLM_USE_V2_MODEL_RUNNER from the environment, or use engine `native`"
+)
 _OTHER_TOKENS = (
     "it writes other tokens for the pictures of a prompt than the checkpoint's processor in the trainer, so what it "
     "samples could not be learned from; use engine `native`"
@@ -40,6 +46,7 @@ class VLLMServer:
         self._engine, self._writer = engine, writer
         self._weights, self._names = settings["weights"], settings.get("names", {})
         self._paused = self._asleep = False
+        self.reports_truncation = False  #: how much probability is kept
         self.keeps_folder = False  #: the parent starts another process there
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -121,6 +128,10 @@ class VLLMServer:
         from vllm.sampling_params import RequestOutputKind
 
         (number, seed, limit, begun), stream, top = sample, message["stream"], message["top"]
+        truncated = not _TRUNCATION.isdisjoint(message["sampling"])
+        if truncated and not self.reports_truncation:
+            self.send(id=number, error=_KEEPS_QUIET)
+            return
         params = SamplingParams(
             **message["sampling"],
             max_tokens=limit,
@@ -138,7 +149,7 @@ class VLLMServer:
             async for output in self._engine.generate(prompt, params, str(number)):
                 if "pictures" in message and output.prompt_token_ids != [*message["prompt"], *begun]:
                     raise ValueError(_OTHER_TOKENS)
-                self._tell(number, output.outputs[0], top)
+                self._tell(number, output.outputs[0], top, truncated)
                 await self._writer.drain()
                 await asyncio.sleep(0)  # let messages of the parent be read
         except Exception as error:
@@ -146,7 +157,7 @@ class VLLMServer:
                 raise
             self.send(id=number, error=f"{type(error).__name__}: {error.__cause__ or error}")
 
-    def _tell(self, number: int, found: Any, top: int) -> None:
+    def _tell(self, number: int, found: Any, top: int, truncated: bool) -> None:
         if found.finish_reason == "error":
             self.send(id=number, error="the request failed; see the log of vLLM's process")
             return
@@ -154,6 +165,9 @@ class VLLMServer:
         logprobs = found.logprobs
         starts = [] if logprobs is None else logprobs.start_indices
         message["logprobs"] = [logprobs.logprobs[start] for start in starts]  # the sampled token's come first
+        if truncated:  # see `TruncationSampler`
+            bits = [logprobs.ranks[start] for start in starts]
+            message["kept"] = struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))
         if top:
             spans = [(start + 1, start + 1 + top) for start in starts]
             message["top"] = [list(zip(logprobs.token_ids[a:b], logprobs.logprobs[a:b], strict=True)) for a, b in spans]
@@ -216,6 +230,7 @@ async def serve(connection: socket.socket) -> None:
     settings = json.loads(await reader.readline())
     engine = start_engine(settings)
     server = VLLMServer(engine, settings, writer)
+    server.reports_truncation = all(await engine.collective_rpc("report_truncation"))
     server.send(id=0, value=(await server.load())[0])
     while line := await reader.readline():
         await server.handle(json.loads(line))
