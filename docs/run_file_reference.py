@@ -56,7 +56,7 @@ PAGES = {
         "taskset.pipeline.against",
         "taskset.sampler",
     ),
-    "workflow": ("workflow", "workflow.examples", "roles.NAME", "environment", "tools"),
+    "workflow": ("workflow", "workflow.examples", "workflow.compaction", "roles.NAME", "environment", "tools"),
     "rollout": ("rollout", "rollout.repetition", "rollout.ngram_draft", "rollout.reuse", "rollout.partial", "engine"),
     "rewards": ("rewards", "rewards.gate", "reward_settings"),
     "rewards-text": (),

@@ -61,6 +61,9 @@ RUN_ELSEWHERE = {
     "make vllm-setup": "Makefile",  # 3 GB: by hand
     "make verifiers-setup": "Makefile",  # 300 MB: by hand
     "rollmill run examples/frozen_lake.yaml": "tests/claims/test_frozen_lake.py::test_success_rises",
+    "rollmill run examples/compaction.yaml": (
+        "tests/examples/test_examples.py::test_episodes_longer_than_the_context_are_learned_from_by_segments"
+    ),
     "python examples/see.py": (
         "tests/examples/test_see.py::test_digits_are_added_by_looking_and_the_report_shows_the_pictures"
     ),

@@ -336,6 +336,18 @@ def test_an_unmodified_program_is_trained_through_the_endpoint(server: Forks, tm
 
 
 @pytest.mark.slow
+def test_episodes_longer_than_the_context_are_learned_from_by_segments(server: Forks, tmp_path: Path) -> None:
+    """A few steps of the example."""
+    sizes = ["stages.0.taskset.options.size=400", "evaluation.taskset.options.size=4"]
+    fewer = [*SHORT_SFT, "stages.1.steps=3", *sizes]
+    practice = [row for row in run(server, tmp_path, "compaction.yaml", "out", *fewer) if row["stage"] == "practice"]
+    assert all(row["episode/compactions"] > 0 for row in practice)
+    found = load_experiences(tmp_path / "out", step=practice[-1]["step"])
+    assert max(one.info.get("branch", 0) for one in found) >= 1
+    assert max(len(one.token_ids) for one in found) <= 64
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_self_play_finds_perfect_moves(server: Forks, tmp_path: Path) -> None:
     """From random moves, within fewer steps than the example has."""

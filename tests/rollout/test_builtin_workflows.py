@@ -15,7 +15,7 @@ from support.toys import toy_tokenizer
 
 from rollmill.config.rewards import RewardManagerConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
-from rollmill.config.workflows import WorkflowSection
+from rollmill.config.workflows import CompactionConfig, WorkflowSection
 from rollmill.engines.base import GenerationRequest
 from rollmill.errors import ConfigError, ContextLengthError, WorkflowError
 from rollmill.rewards import build_reward_manager
@@ -113,6 +113,34 @@ def test_tools_are_called_until_a_turn_makes_no_call(task: Task) -> None:
     assert "391" in one.turns[2].text
     assert '"name": "calculator"' in engine.prompts()[0]
     assert one.turns[1].text == CALL
+
+
+@pytest.mark.parametrize("task", [CHAT, PLAIN], ids=["chat", "plain"])
+def test_a_long_conversation_goes_on_from_its_summary(task: Task) -> None:
+    compaction = CompactionConfig(at_tokens=1, instruction="Summarise.", opening="So far: {summary}", learn=False)
+    section = ToolWorkflow(format="json", compaction=compaction)
+    [before, after], engine = rolled(section, task, CALL, "it is 391 ", "391")
+    asked = engine.prompts()
+    assert "Summarise." in asked[1]
+    assert CALL in asked[1]
+    assert "So far: it is 391" in asked[2]
+    assert CALL not in asked[2]
+    assert "17*23?" in asked[2]
+    assert '"name": "calculator"' in asked[2]
+    assert [turn.text for turn in before.turns if turn.role == "assistant"] == [CALL, "it is 391 "]
+    assert before.token_ids[: len(engine.requests[1].prompt_ids)].tolist() == list(engine.requests[1].prompt_ids)
+    learned = [bool(before.action_mask[turn.start : turn.end].all()) for turn in before.turns]
+    assert learned == [turn.text == CALL for turn in before.turns], "the summary is not trained"
+    assert (after.turns[-1].text, after.reward, before.reward) == ("391", 1.0, 1.0)
+    assert before.episode == after.episode
+
+
+def test_a_conversation_without_room_for_a_summary_ends() -> None:
+    section = ToolWorkflow(format="json", compaction=CompactionConfig(at_tokens=1))
+    _, engine = rolled(section, CHAT, "391")
+    [one], engine = rolled(section, CHAT, CALL, room=len(engine.requests[0].prompt_ids))
+    assert len(engine.requests) == 1
+    assert one.reward == 0
 
 
 def test_tools_need_not_be_described() -> None:

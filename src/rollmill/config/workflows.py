@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rollmill.config.section import NamedSection, Section
 
@@ -78,6 +78,36 @@ class RoleConfig(Section):
 
     learn: bool = True
     """Train the tokens that the policy generates in this role. Otherwise its rewards are only logged."""
+
+
+class CompactionConfig(Section):
+    """Context compaction: the policy summarises a conversation that has become long, and goes on from the summary.
+
+    What came before, the summary included, and what comes after are trajectories of one rollout, each with the prompt
+    that the policy saw.
+    """
+
+    at_tokens: int = Field(ge=1)
+    """Summarise before the next turn once the prompt and the policy's last turn have this many tokens. Leave room below
+    the model's context for what the policy is told next, the instruction and the summary."""
+    instruction: str = (
+        "The conversation is about to be cut. Write down all that is needed to go on without it: what was asked, what "
+        "was found out and done so far, and what comes next."
+    )
+    """What the policy is told to get the summary."""
+    opening: str = "Notes on what was done so far:\n{summary}"
+    """What the conversation goes on with after its first messages, with the placeholder {summary}."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest summary; null: that of `rollout`."""
+    learn: bool = True
+    """Train the summaries, too."""
+
+    @field_validator("opening")
+    @classmethod
+    def _has_a_place(cls, value: str) -> str:
+        if "{summary}" not in value:
+            raise ValueError("the place {summary} is missing")
+        return value
 
 
 class SingleTurnWorkflow(WorkflowSection):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.config.workflows import RoleConfig
+from rollmill.config.workflows import CompactionConfig, RoleConfig
 from rollmill.data.content_parts import join_contents
 from rollmill.data.images import PictureFolder
 from rollmill.data.picture_turns import PictureTurn, refer_to_pictures
@@ -371,12 +371,24 @@ class PolicyConversation:
     """A conversation with a model, turn by turn, through its chat template. One that starts with a text is plain text:
     everything is appended as it is.
 
+    Args:
+        compaction: when and how `compact` summarises it; None: never.
+
     Attributes:
         messages: the chat so far.
     """
 
-    def __init__(self, policy: Policy, start: str | Sequence[ChatMessage]) -> None:
-        self._policy = policy
+    def __init__(
+        self, policy: Policy, start: str | Sequence[ChatMessage], compaction: CompactionConfig | None = None
+    ) -> None:
+        self._policy, self._start, self._compaction = policy, start, compaction
+        self._compactions = 0
+        if compaction is not None:
+            policy.log(compactions=0)
+        self._begin()
+
+    def _begin(self) -> None:
+        start = self._start
         self._text: str | None = start if isinstance(start, str) else None
         self._token_ids: list[int] | None = None
         self.messages: list[ChatMessage] = [] if isinstance(start, str) else list(start)
@@ -428,6 +440,34 @@ class PolicyConversation:
         if self._token_ids is None:
             self._token_ids = self._policy.encode(self._text, start=True)
         self._token_ids += reply.completion.token_ids.tolist()
+
+    async def compact(self, last: Reply, **options: Any) -> Reply | None:
+        """Replace all but the start of the conversation by the policy's summary, if it has become long.
+
+        What was said before remains a trajectory, which the summary ends; what follows is another one, whose prompt has
+        the summary as text. The number of summaries is logged as `compactions`.
+
+        Args:
+            last: the policy's last turn, whose tokens decide.
+            options: as in `ask`; those of the other turns, so that the summary continues their tokens.
+
+        Returns:
+            The summary; None if the conversation is short.
+
+        Raises ContextLengthError: the conversation is too long for a summary.
+        """
+        compaction = self._compaction
+        if compaction is None or len(last.token_ids) < compaction.at_tokens:
+            return None
+        self.tell(f"\n\n{compaction.instruction}\n" if self.plain else compaction.instruction)
+        longest = {} if compaction.max_new_tokens is None else {"max_new_tokens": compaction.max_new_tokens}
+        reply = await self.ask(**options, learn=compaction.learn, **longest)
+        opening = compaction.opening.replace("{summary}", reply.completion.answer.strip())
+        self._begin()
+        self.tell(f"\n\n{opening}\n\n" if self.plain else opening)
+        self._compactions += 1
+        self._policy.log(compactions=self._compactions)
+        return reply
 
     async def ask(self, **options: Any) -> Reply:
         """Generate the policy's next turn; keyword arguments as in `Policy.chat`."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rollmill.config.workflows import WorkflowSection
+from rollmill.config.workflows import CompactionConfig, WorkflowSection
 from rollmill.errors import ContextLengthError
 from rollmill.types import Task
 
@@ -39,11 +39,16 @@ class EnvironmentWorkflow(WorkflowSection):
     With a number each turn is a separate step, as `gigpo` and `stepwise_grpo` need it."""
     steps: bool = False
     """Make each turn a separate step with its own reward, with `history: full`, too."""
+    compaction: CompactionConfig | None = None
+    """Summaries in place of an episode that has become long; null: it ends when the context is full."""
 
     def unused_keys(self) -> dict[str, str]:
         if self.history == "full":
             return {}
-        return {"steps": "not honoured with history as a number, where each turn is a step; remove it"}
+        return {
+            "steps": "not honoured with history as a number, where each turn is a step; remove it",
+            "compaction": "not honoured with history as a number, which bounds what the policy sees; remove it",
+        }
 
     def stage_conflicts(self, stage: StageConfig) -> Iterator[tuple[str, str]]:
         advantage = getattr(stage.algorithm, "advantage", None)
@@ -54,13 +59,18 @@ class EnvironmentWorkflow(WorkflowSection):
     async def solve(self, task: Task, policy: Policy, environment: RunningEnvironment) -> float:
         """Return the sum of the environment's rewards. A conversation longer than the model's context ends the
         episode."""
+        from rollmill.rollout.policy import PolicyConversation
+
         talk = self.conversation(task, policy) if self.history == "full" else _SlidingWindow(self, task, policy)
         by_step = self.steps or self.history != "full"
         total, turns, numbers = 0.0, 0, dict[str, float]()
+        reply: Reply | None = None
         observation = await environment.reset()
         while turns < self.turns:
-            talk.tell(observation)
             try:
+                if reply is not None and isinstance(talk, PolicyConversation):
+                    await talk.compact(reply)
+                talk.tell(observation)
                 reply = await talk.ask()
             except ContextLengthError:
                 if turns == 0:
@@ -84,9 +94,10 @@ class EnvironmentWorkflow(WorkflowSection):
         from rollmill.rollout.policy import PolicyConversation
 
         if isinstance(task.prompt, str):
-            return PolicyConversation(policy, f"{self.system}\n\n{task.prompt}" if self.system else task.prompt)
+            text = f"{self.system}\n\n{task.prompt}" if self.system else task.prompt
+            return PolicyConversation(policy, text, self.compaction)
         system: Sequence[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
-        return PolicyConversation(policy, [*system, *task.prompt])
+        return PolicyConversation(policy, [*system, *task.prompt], self.compaction)
 
 
 def _anchor_state(observation: Observation) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rollmill.config.workflows import WorkflowSection
+from rollmill.config.workflows import CompactionConfig, WorkflowSection
 from rollmill.errors import ContextLengthError
 from rollmill.types import Task
 
@@ -52,6 +52,9 @@ class ToolWorkflow(ToolWorkflowSection):
     one than the model's own, tools are described in the system message."""
     result: str = "\n<tool_response>\n{result}\n</tool_response>\n"
     """Template of a tool result in plain prompts (no chat), with the placeholder {result}."""
+    compaction: CompactionConfig | None = None
+    """Summaries in place of a conversation that has become long; null: the last turn counts when the context is
+    full."""
 
     @field_validator("result")
     @classmethod
@@ -68,11 +71,16 @@ class ToolWorkflow(ToolWorkflowSection):
     async def _in_chat(self, task: Task, policy: Policy, tools: Toolbox) -> Reply:
         from rollmill.rollout.policy import PolicyConversation
 
-        dialogue, reply = PolicyConversation.of_task(policy, task), None
-        described = tools.descriptions if self.describe else None
+        dialogue, reply = PolicyConversation(policy, task.prompt, self.compaction), None
+        options: dict[str, Any] = {
+            "tools": tools.descriptions if self.describe else None,
+            "tool_format": self.format,
+        }
         for turn in range(self.turns):
             try:
-                reply = await dialogue.ask(tools=described, tool_format=self.format)
+                if reply is not None:
+                    await dialogue.compact(reply, **options)
+                reply = await dialogue.ask(**options)
             except ContextLengthError:
                 if reply is None:
                     raise
@@ -89,9 +97,11 @@ class ToolWorkflow(ToolWorkflowSection):
 
         assert isinstance(task.prompt, str)
         start = f"{describe_tools(tools.descriptions, self.format)}\n\n{task.prompt}" if self.describe else task.prompt
-        dialogue, reply = PolicyConversation(policy, start), None
+        dialogue, reply = PolicyConversation(policy, start, self.compaction), None
         for turn in range(self.turns):
             try:
+                if reply is not None:
+                    await dialogue.compact(reply)
                 reply = await dialogue.ask()
             except ContextLengthError:
                 if reply is None:
