@@ -54,6 +54,7 @@ def test_reward_goes_up_on_ray(server: Forks, tmp_path: Path, repair: dict[str, 
     assert max(row["staleness/max"] for row in has_learned(tmp_path / "out")) <= max_staleness
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_reward_goes_up_with_an_explorer_beside_the_trainer(

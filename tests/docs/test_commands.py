@@ -64,12 +64,8 @@ RUN_ELSEWHERE = {
     "rollmill run examples/compaction.yaml": (
         "tests/examples/test_examples.py::test_episodes_longer_than_the_context_are_learned_from_by_segments"
     ),
-    "python examples/see.py": (
-        "tests/examples/test_see.py::test_digits_are_added_by_looking_and_the_report_shows_the_pictures"
-    ),
-    "rollmill run examples/see.yaml": (
-        "tests/examples/test_see.py::test_digits_are_added_by_looking_and_the_report_shows_the_pictures"
-    ),
+    "python examples/see.py": "tests/examples/test_see.py::test_a_few_steps_show_pictures_in_the_report",
+    "rollmill run examples/see.yaml": "tests/examples/test_see.py::test_a_few_steps_show_pictures_in_the_report",
     "rollmill run examples/nim.yaml": "tests/examples/test_examples.py::test_self_play_finds_perfect_moves",
     "python examples/shortest.py runs/mine --sft short.jsonl --pairs pairs.jsonl": (
         "tests/examples/test_examples.py::test_shortest_correct_completions_and_pairs_train"

@@ -38,14 +38,22 @@ def run_example(server: Forks, folder: Path, settings: list[str]) -> list[dict[s
 
 
 @pytest.mark.slow
-def test_digits_are_added_by_looking_and_the_report_shows_the_pictures(server: Forks, tmp_path: Path) -> None:
-    rows = run_example(server, tmp_path, SHORT)
+def test_a_few_steps_show_pictures_in_the_report(server: Forks, tmp_path: Path) -> None:
+    few = ["stages.0.steps=2", "stages.0.trainer.warmup_steps=0", "stages.0.evaluation.every=2"]
+    few += [f"evaluation.sets.{name}.limit=4" for name in SETS]
+    rows = run_example(server, tmp_path, [*SHORT, *few])
     gaps = [row["logprob_gap/max"] for row in rows if "logprob_gap/max" in row]
     assert len(gaps) == 2
     assert max(gaps) < 1e-4
+    assert '<image href="data:image/png;base64,' in (tmp_path / "out/report.html").read_text()
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_digits_are_added_by_looking(server: Forks, tmp_path: Path) -> None:
+    rows = run_example(server, tmp_path, SHORT)
     assert rows[-1]["eval/add/greedy"] > 0.4
     assert rows[-1]["eval/blank/greedy"] < 0.25  # the best guess is right in a tenth of the questions
-    assert '<image href="data:image/png;base64,' in (tmp_path / "out/report.html").read_text()
 
 
 @pytest.mark.thorough

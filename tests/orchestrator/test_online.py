@@ -141,6 +141,7 @@ def letters(text: str) -> float:
     return mean([each.isascii() and (each.isalpha() or each == " ") for each in text] or [False])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_reward_rises_from_feedback_and_no_request_is_dropped(tmp_path: Path) -> None:
     application = Application(12, letters)

@@ -77,8 +77,8 @@ def test_shards_of_70b_on_eight_h200(eight_ranks: None) -> None:
     require_close(choice, fake_steps(model, choice.stage, completions(16, 8, 256, 993), ranks=8))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("batch", [8, 16])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("batch", [8, pytest.param(16, marks=pytest.mark.thorough)])
 def test_fp32_weights(checkpointing: bool, batch: int) -> None:
     """Of one micro-batch, whose gradients come while its activations go, and of several."""
     trainer = {"precision": "bf16", "param_dtype": "fp32", "gradient_checkpointing": checkpointing}
