@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from rollmill.data.picture_prompts import PictureProcessor, PicturePrompt
 from rollmill.errors import ModelError
@@ -55,13 +54,6 @@ def vision_parts(model: Any) -> dict[str, str]:
         return {}
     parts = dict.fromkeys(_TOWERS, "vision") | dict.fromkeys(_PROJECTORS, "projector")
     return {f"model.{name}": parts[name] for name, _ in model.model.named_modules() if name in parts}
-
-
-def checkpoint_names(model: Any) -> dict[str, str]:
-    """Names in a checkpoint of the parameters that have others in memory, as of many vision-language models."""
-    own = {name: parameter.detach() for name, parameter in model.named_parameters() if ".lora_" not in name}
-    found = {id(weight): name for name, weight in revert_weight_conversion(model, dict(own)).items()}
-    return {name: found[id(weight)] for name, weight in own.items() if found.get(id(weight), name) != name}
 
 
 def freeze_parts(model: Any, frozen: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from rollmill.errors import WeightSyncError
 from rollmill.weights.buckets import block_tensors
 from rollmill.weights.cuda_ipc import IPCReader, IPCUnavailableError, ipc_socket
 from rollmill.weights.shared_memory import SharedMemoryReceiver
+from rollmill.weights.stored_parts import take_part
 
 
 class SharedWeightsExtension:
@@ -28,11 +29,13 @@ class SharedWeightsExtension:
 
         return TruncationSampler.install(self.model_runner)
 
-    def load_shared_weights(self, path: str, names: dict[str, str], announced: int | None = None) -> tuple[int, str]:
+    def load_shared_weights(
+        self, path: str, parts: dict[str, list[Any]], announced: int | None = None
+    ) -> tuple[int, str]:
         """Loads the newest version into the model: by CUDA IPC while it is sent, else from shared memory.
 
         Args:
-            names: of weights in a checkpoint, where those in memory differ.
+            parts: of weights that a checkpoint stores in another way: see `stored_parts`.
             announced: the version that is being sent, or was; None: any.
 
         Returns:
@@ -47,7 +50,7 @@ class SharedWeightsExtension:
             try:
                 reader = IPCReader(Path(path), device, self.parallel_config.world_size)
                 if reader.version >= announced:
-                    self._load(reader.tensors(), names)
+                    self._load(reader.tensors(), parts)
                     return reader.version, "ipc"
                 why = f"version {reader.version} is sent"
             except IPCUnavailableError as error:
@@ -56,21 +59,29 @@ class SharedWeightsExtension:
             self._receiver = SharedMemoryReceiver(Path(path))
         version, layout, block = self._receiver.hold_block(announced or 0)
         try:
-            self._load(block_tensors(layout, block, device), names)
+            self._load(block_tensors(layout, block, device), parts)
         finally:
             del block
             self._receiver.release()
         return version, why
 
-    def _load(self, weights: Iterator[tuple[str, Tensor]], names: dict[str, str]) -> None:
+    def _load(self, weights: Iterator[tuple[str, Tensor]], parts: dict[str, list[Any]]) -> None:
         try:
             with torch.no_grad():
-                self.model_runner.reload_weights(
-                    weights_iterator=((names.get(name, name), weight) for name, weight in weights)
-                )
+                self.model_runner.reload_weights(weights_iterator=_as_stored(weights, parts))
                 _repack_tied(self.model_runner.model)
+                _repack_experts(self.model_runner.model)
         except (KeyError, ValueError, RuntimeError, AttributeError) as error:
             raise WeightSyncError(f"vLLM cannot load the policy's weights: {type(error).__name__}: {error}") from error
+
+
+def _as_stored(weights: Iterator[tuple[str, Tensor]], parts: dict[str, list[Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights by the names and in the pieces of a checkpoint."""
+    for name, weight in weights:
+        if name not in parts:
+            yield name, weight
+        for part in parts.get(name, []):
+            yield part[0], take_part(weight, part)
 
 
 def _repack_tied(model: torch.nn.Module) -> None:
@@ -84,3 +95,12 @@ def _repack_tied(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Repacks the experts' weights on CPUs, where vLLM packs them only the first time that it loads some."""
+    for module in model.modules():
+        kernel: Any = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts: Any = getattr(kernel, "fused_experts", None)
+        if hasattr(experts, "isa"):
+            experts.process_weights_after_loading(module)

@@ -17,9 +17,10 @@ from rollmill.errors import ConfigError, ModelError
 from rollmill.models.from_scratch import silence_transformers
 from rollmill.models.load import PolicyModel
 from rollmill.models.quantization import count_weights
-from rollmill.models.vision import checkpoint_names, picture_processor, text_model
+from rollmill.models.vision import picture_processor
 from rollmill.weights import shared_memory_folder
 from rollmill.weights.layout import CRC32, XXH3
+from rollmill.weights.stored_parts import stored_parts
 
 _SEEING = {
     "skip_tokenizer_init": False,  # the processor needs one
@@ -29,6 +30,7 @@ _SEEING = {
 """Arguments of vLLM for a vision-language model."""
 WORK_BYTES = 4 * 2**30
 """Memory for activations, captured graphs and CUDA's context: an estimate."""
+_BLOCK = 32  # of vLLM's kernel for experts; it pads other sizes, but not in later versions of the weights
 _MOST = 0.92  # vLLM's default
 
 
@@ -46,12 +48,13 @@ def build_vllm(
         ModelError: vLLM cannot load this model's weights.
     """
     section, processor = section.settled(section.cpu_cache_gb), picture_processor(policy.model)
-    if any(weight.ndim > 2 for weight in text_model(policy.model).parameters()):
-        raise ModelError(
-            "engine `vllm` cannot be given this model's weights: it is a mixture of experts, whose weights have other "
-            "names in memory than vLLM reads; use engine `native`"
-        )
     gpu = policy.device.type == "cuda"
+    experts = [weight for module in policy.model.modules() for weight in _experts(module)]
+    if not gpu and any(size % _BLOCK for weight in experts for size in weight.shape[1:]):
+        raise ModelError(
+            f"engine `vllm` computes experts on CPUs in blocks of {_BLOCK}, and this model's have other sizes; use "
+            "engine `native`"
+        )
     if section.sleep and not gpu:
         raise ConfigError("engine.sleep: vLLM sleeps on GPUs only, and this run is on a CPU; remove it")
     gpus = _own_gpus(section, on_gpu=gpu)
@@ -89,7 +92,7 @@ def build_vllm(
             "arguments": arguments,
             "weights": str(use.weights or folder / "weights"),
             "folder": str(folder),
-            "names": {} if processor is None else checkpoint_names(policy.model),
+            "parts": stored_parts(policy.model),
         },
         threads=torch.get_num_threads(),
         deadline_s=section.deadline_s,
@@ -133,3 +136,9 @@ def _gpu_arguments(policy: PolicyModel, section: VLLMEngineConfig, precision: st
     if section.gpus is not None and not any(key.endswith("_parallel_size") for key in section.options):
         arguments["tensor_parallel_size"] = len(section.gpus)
     return arguments
+
+
+def _experts(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Weights of all experts of a layer, each [E, out, in]."""
+    own = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
+    return own if type(module).__name__.endswith("Experts") else []
