@@ -161,7 +161,7 @@ def build_token_table(experiences: Sequence[Experience], device: torch.device) -
     imitated = [e.source is ExperienceSource.EXPERT for e in experiences]
     temperatures = [1.0 if own else e.temperature for own, e in zip(imitated, experiences, strict=True)]
     columns = [
-        gather([e.token_ids for e in experiences], np.int64),
+        gather([e.token_ids if e.targets is None else e.targets for e in experiences], np.int64),
         gather([e.logprobs for e in experiences], np.float32),
         gather([e.versions for e in experiences], np.int64),
         np.repeat(np.array(temperatures, np.float32), counts),

@@ -1,0 +1,270 @@
+"""Adapters over one base model: those that clients train, and those that they sample from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollmill.algorithms.recipe import LossInputs
+from rollmill.apps.serve.tinker.errors import TinkerRequestError
+from rollmill.apps.serve.tinker.losses import (
+    LossFunction,
+    cross_entropy,
+    find_loss,
+    make_experiences,
+    make_recipe,
+    token_weights,
+)
+from rollmill.apps.serve.tinker.wire import Datum, ForwardRequest, Sampled, TopLogprobs, encode_forward_result
+from rollmill.config.engines import NativeEngineConfig
+from rollmill.config.model import LoRAConfig, ModelConfig
+from rollmill.config.rollout import RolloutConfig, SamplingConfig
+from rollmill.config.trainer import TrainerConfig
+from rollmill.engines.base import GenerationRequest, SampledToken
+from rollmill.engines.native.build import build_native
+from rollmill.engines.native.engine import NativeEngine
+from rollmill.errors import CheckpointError, describe_read_error
+from rollmill.models.cpu.step_timing import choose_precision
+from rollmill.models.load import PolicyModel
+from rollmill.models.lora import add_lora, copy_with_same_weights, load_adapter, save_adapter
+from rollmill.orchestrator.manifest import model_files, verifying
+from rollmill.trainer.batch import build_token_table
+from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.trainer.logprobs import ForwardPasses, compute_logits, use_packed_attention
+from rollmill.trainer.model_setup import evaluation_mode
+from rollmill.trainer.parity import load_verified_policy
+from rollmill.trainer.stepwise import AdamSettings, StepwiseTrainer
+from rollmill.types import Completion, FloatArray, StopReason
+
+ALPHA = 32.0
+"""The product of an adapter is scaled by ALPHA / rank, as tinker does."""
+OPTIMIZER_FILE = "optimizer.pt"
+_ROWS = 256  # of logits that exist at a time
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """The adapter of a model: its rank, and the layers that have one. The output layer never has."""
+
+    rank: int
+    attention: bool = True
+    mlp: bool = True
+
+    def config(self, model: nn.Module) -> LoRAConfig:
+        """The section `model.lora` of such an adapter. Raises TinkerRequestError if no layer would have one."""
+        if not (self.attention or self.mlp):
+            raise TinkerRequestError(
+                "the output layer alone cannot be adapted; set train_attn or train_mlp of the LoRA config"
+            )
+        if not 1 <= self.rank <= 1024:
+            raise TinkerRequestError(f"the LoRA rank is {self.rank}; give one from 1 to 1024")
+        targets: Any = "all-linear"
+        if not (self.attention and self.mlp):
+            linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            chosen = {
+                name.rpartition(".")[2] for name in linear if ("attn" in name or "attention" in name) is self.attention
+            }
+            targets = sorted(chosen - {"lm_head"})
+        return LoRAConfig(rank=self.rank, alpha=ALPHA, targets=targets, merge=False)
+
+
+class SharedBase:
+    """A checkpoint, loaded once, whose weights all adapters share and none changes."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        with verifying(folder, model_files):
+            self.policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=device)
+        self.folder = folder.absolute()
+        self.policy.model.requires_grad_(False)
+        self.precision = choose_precision(self.policy.model, device)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of rows of the embeddings."""
+        return int(self.policy.model.get_input_embeddings().weight.shape[0])
+
+    def adapted(self, settings: AdapterSettings, seed: int) -> PolicyModel:
+        """A model with a new adapter over these weights."""
+        twin: Any = copy_with_same_weights(self.policy.model)
+        add_lora(twin, settings.config(twin), seed)
+        return replace(self.policy, model=twin)
+
+
+class TrainedAdapter:
+    """An adapter with its gradients and its optimizer."""
+
+    def __init__(self, base: SharedBase, settings: AdapterSettings, seed: int) -> None:
+        self.base, self.settings = base, settings
+        self.version = 0  #: number of optimizer steps
+        self._policy = base.adapted(settings, seed)
+        config = TrainerConfig(precision=base.precision, param_dtype="fp32")
+        recipe = make_recipe("cross_entropy", cross_entropy, torch.zeros(0))
+        self._trainer = StepwiseTrainer(
+            self._policy.model, recipe, config, total_steps=1, device=base.policy.device, seed=seed
+        )
+
+    def forward(self, request: ForwardRequest) -> bytes:
+        """Compute the loss of a request and, unless it is `forward_only`, add its gradients to those since the last
+        optimizer step; return its encoded result.
+
+        Raises:
+            TinkerRequestError: the request is wrong.
+            TrainingError: the loss is not finite; all gradients since the last optimizer step are discarded.
+        """
+        loss = find_loss(request.loss, request.options)
+        weights = token_weights(request.loss, request.data)
+        experiences = make_experiences(
+            request.loss, request.data, self.version, self.base.vocabulary, self.base.policy.context
+        )
+        if request.forward_only:
+            logprobs = [each[1:] for each in self._trainer.logprobs(experiences)]
+            total = _total(loss, weights, request.data, logprobs)
+        else:
+            recipe = make_recipe(request.loss, loss, weights)
+            total = self._trainer.forward_backward(experiences, self.version, recipe)["loss"]
+            details = [each.trainer_logprobs for each in experiences]
+            logprobs = [each[1:] for each in details if each is not None]
+        return encode_forward_result(logprobs, {"loss:sum": total})
+
+    def optim_step(self, settings: AdamSettings) -> dict[str, float]:
+        """Take an optimizer step. Raises TrainingError without gradients, or if one is not finite."""
+        found = self._trainer.optim_step(settings)
+        self.version += 1
+        return {"grad_norm:mean": found["grad_norm"], "skipped:max": found["skipped"]}
+
+    def save(self, folder: Path, *, optimizer: bool) -> None:
+        """Write the adapter in peft's format, and with `optimizer` what training goes on from."""
+        save_adapter(self._policy.model, folder)
+        if optimizer:
+            torch.save({**self._trainer.state_dict(), "version": self.version}, folder / OPTIMIZER_FILE)
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """Load what `save` wrote; gradients are discarded. Raises ModelError or CheckpointError."""
+        load_adapter(self._policy.model, folder)
+        self._trainer.discard()
+        if not optimizer:
+            return
+        try:
+            state = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
+            self.version = state.pop("version")
+            self._trainer.load_state_dict(state)
+        except Exception as error:  # torch raises errors of its own
+            raise CheckpointError(f"the optimizer's state cannot be loaded: {describe_read_error(error)}") from error
+
+
+def _total(loss: LossFunction, weights: Tensor, data: Any, logprobs: list[FloatArray]) -> float:
+    """The loss of log-probs that are known."""
+    logprob = torch.from_numpy(np.concatenate(logprobs))
+    rollout = [each.inputs.get("logprobs", np.zeros(len(each.tokens))).astype(np.float32) for each in data]
+    nothing = torch.zeros_like(logprob)
+    sequence = torch.from_numpy(np.repeat(np.arange(len(logprobs)), [len(each) for each in logprobs]))
+    inputs = LossInputs(
+        logprob=logprob,
+        old_logprob=logprob,
+        rollout_logprob=torch.from_numpy(np.concatenate(rollout)),
+        advantage=weights,
+        reward=nothing,
+        entropy=nothing,
+        reference_logprob=None,
+        staleness=nothing,
+        sequence=sequence,
+        group=sequence,
+    )
+    return float(loss(inputs).double().sum())
+
+
+class SamplingModel:
+    """The base model, or one with a saved adapter, with an engine; it does not change.
+
+    Args:
+        folder: of the adapter, as `TrainedAdapter.save` wrote it; None: the base model itself.
+    """
+
+    def __init__(self, base: SharedBase, settings: AdapterSettings | None = None, folder: Path | None = None) -> None:
+        self.base, self._policy = base, base.policy
+        if settings is not None and folder is not None:
+            self._policy = base.adapted(settings, 0)
+            load_adapter(self._policy.model, folder)
+            self._policy.model.requires_grad_(False)
+        self.engine: NativeEngine = build_native(NativeEngineConfig(), self._policy, RolloutConfig(), base.precision)
+        recipe = make_recipe("cross_entropy", cross_entropy, torch.zeros(0))
+        config = TrainerConfig(precision=base.precision).settled()
+        self._passes = ForwardPasses(recipe, config, base.precision, base.policy.device, RankGroup.current())
+
+    async def sample(self, prompt: list[int], sampling: SamplingConfig, n: int, seed: int, top: int) -> list[Sampled]:
+        """Sample completions of a prompt, with the `top` most probable tokens of each place. Raises EngineError."""
+        found: list[list[SampledToken]] = [[] for _ in range(n)]
+
+        def keep(token: SampledToken) -> None:
+            found[token.index].append(token)
+
+        request = GenerationRequest(prompt, sampling, n=n, seed=seed, top=top, on_token=keep if top else None)
+        completions = await self.engine.generate(request)
+        return [_sampled(each, found[each.index], top) for each in completions]
+
+    @torch.no_grad()
+    def prompt_logprobs(self, prompt: list[int], top: int, last: int | None) -> tuple[FloatArray, TopLogprobs | None]:
+        """Log-probs of a prompt's tokens, and the `top` most probable tokens in their places; NaN for the first token,
+        and for all but the `last` ones."""
+        tokens = np.array(prompt, np.int32)
+        logprobs = np.full(len(tokens), np.nan, np.float32)
+        best = TopLogprobs(
+            np.zeros((len(tokens), top), np.int32), np.full((len(tokens), top), EMPTY_LOGPROB, np.float32)
+        )
+        if len(tokens) > 1:
+            datum = Datum(tokens[:-1], {"target_tokens": tokens[1:]})
+            experiences = make_experiences("cross_entropy", [datum], 0, self.base.vocabulary, self.base.policy.context)
+            table, model = build_token_table(experiences, self.base.policy.device), self._policy.model
+            with evaluation_mode(model):
+                for micro in self._passes.rows(experiences, table, [0]):
+                    with use_packed_attention(model, micro):
+                        hidden_Td = self._passes.hidden(model, micro)
+                        places = micro.tokens.cpu().numpy() + 1
+                        logprobs[places] = self._passes.predict(model, micro, table, hidden_Td)[0].float().cpu().numpy()
+                        if top:
+                            for a in range(0, len(places), _ROWS):
+                                logits = compute_logits(model, hidden_Td[micro.rows[a : a + _ROWS]])
+                                values, ids = torch.log_softmax(logits, -1).topk(top)
+                                best.ids[places[a : a + _ROWS]] = ids.cpu().numpy()
+                                best.logprobs[places[a : a + _ROWS]] = values.cpu().numpy()
+        if last is not None:
+            logprobs[: len(tokens) - last] = np.nan
+            best.logprobs[: len(tokens) - last] = EMPTY_LOGPROB
+        return logprobs, best if top else None
+
+
+EMPTY_LOGPROB = -99999.0
+"""In tinker's tables of most probable tokens: nothing is known of this place."""
+
+
+def _sampled(completion: Completion, tokens: list[SampledToken], top: int) -> Sampled:
+    """A completion with the model's own log-probs at the request's temperature."""
+    length = len(completion.token_ids)
+    best = None
+    if top and length:
+        best = TopLogprobs(
+            np.array([[token for token, _ in each.top] for each in tokens[:length]], np.int32),
+            np.array([[logprob for _, logprob in each.top] for each in tokens[:length]], np.float32),
+        )
+    stopped = completion.stop_reason in (StopReason.EOS, StopReason.STOP)
+    return Sampled(completion.token_ids, completion.logprobs + completion.kept_logmass, stopped, best)
+
+
+def adam_settings(params: Any) -> AdamSettings:
+    """The settings of an optimizer step from `tinker.types.AdamParams`. Raises TinkerRequestError for wrong ones."""
+    numbers = (params.learning_rate, params.beta1, params.beta2, params.eps, params.weight_decay, params.grad_clip_norm)
+    if not all(math.isfinite(each) and each >= 0 for each in numbers) or max(params.beta1, params.beta2) >= 1:
+        raise TinkerRequestError("adam_params: numbers are finite and at least 0, and beta1 and beta2 are below 1")
+    return AdamSettings(
+        lr=params.learning_rate,
+        betas=(params.beta1, params.beta2),
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        max_grad_norm=params.grad_clip_norm or math.inf,
+    )
