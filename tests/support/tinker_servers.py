@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from tinker import types
 
 from rollmill.apps.serve.endpoint.middleware import AccessRules
@@ -27,7 +28,7 @@ def tinker_server(
     keys = KeyRing([make_key("ann", ANN), make_key("bob", BOB)])
     rules = AccessRules("127.0.0.1", keys)
     place = ServerAddress(open_listener("127.0.0.1", 0), rules, limits, "toys", lambda: None)
-    with TinkerServer(bases, place, checkpoints) as server:
+    with TinkerServer(bases, place, checkpoints, precision="fp32") as server:
         yield server
 
 
@@ -38,3 +39,8 @@ def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Any:
         model_input=types.ModelInput.from_ints(list(tokens[:-1])),
         loss_fn_inputs={"target_tokens": list(tokens[1:]), **given},
     )
+
+
+def adapter(checkpoints: Path, path: str) -> dict[str, Any]:
+    """The weights of a saved checkpoint."""
+    return load_file(checkpoints / path.removeprefix("tinker://") / "adapter_model.safetensors")

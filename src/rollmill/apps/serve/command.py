@@ -57,6 +57,10 @@ Checkpoints = Annotated[
     Path | None,
     typer.Option("--checkpoints", metavar="DIR", help="With --tinker: for what clients save (default: runs/tinker)."),
 ]
+Precision = Annotated[
+    Literal["auto", "fp32", "bf16"] | None,
+    typer.Option("--precision", help="With --tinker: of training and sampling (default: auto, the faster one)."),
+]
 Out = Annotated[Path | None, typer.Option("--out", help="With --train: the run directory (default: runs/NAME).")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="With --train: override a key.")]
 Requests = Annotated[
@@ -105,6 +109,7 @@ def command(
     tinker: Tinker = False,
     bases: Bases = None,
     checkpoints: Checkpoints = None,
+    precision: Precision = None,
     out: Out = None,
     overrides: Set = None,
     requests: Requests = 256,
@@ -123,7 +128,7 @@ def command(
     """Serve a model through an OpenAI-compatible API; record sessions, and optionally train on them."""
     _check_for_training(train, (record, step, threads, device), (overrides or None, out))
     named = _bases(tinker, model, name, bases)
-    _check_for_tinker(tinker, (train or None, record, step, chat_template_kwargs), (bases, checkpoints))
+    _check_for_tinker(tinker, (train or None, record, step, chat_template_kwargs), (bases, checkpoints, precision))
     from rollmill.apps.serve.web import ConnectionLimits, is_loopback, open_listener, server_url
 
     switches = _switches(chat_template_kwargs)
@@ -163,7 +168,7 @@ def command(
     torch.set_num_threads(threads or 1)
     with interrupted_by_signals():
         if tinker:
-            serve_tinker(named, place(), checkpoints or TINKER_CHECKPOINTS, device or "auto")
+            serve_tinker(named, place(), checkpoints or TINKER_CHECKPOINTS, device or "auto", precision or "auto")
         else:
             serve_checkpoint(model, place(), step=step, record=record, device=device or "auto")
     print_or_drop("ended", sys.stderr)  # SIGHUP comes because the terminal is gone
@@ -223,7 +228,7 @@ def _check_for_tinker(tinker: bool, without: Sequence[object], only: Sequence[ob
     if tinker and any(each is not None for each in without):
         raise ConfigError("--train, --record, --step and --chat-template-kwargs do not work with --tinker")
     if not tinker and any(each is not None for each in only):
-        raise ConfigError("--base and --checkpoints are honoured only with --tinker")
+        raise ConfigError("--base, --checkpoints and --precision are honoured only with --tinker")
 
 
 def _keys(

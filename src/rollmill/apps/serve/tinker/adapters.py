@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from rollmill.engines.native.build import build_native
 from rollmill.engines.native.engine import NativeEngine
 from rollmill.errors import CheckpointError, describe_read_error
 from rollmill.models.cpu.step_timing import choose_precision
+from rollmill.models.from_scratch import silence_transformers
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import add_lora, copy_with_same_weights, load_adapter, save_adapter
 from rollmill.orchestrator.manifest import model_files, verifying
@@ -45,6 +46,7 @@ from rollmill.types import Completion, FloatArray, StopReason
 ALPHA = 32.0
 """The product of an adapter is scaled by ALPHA / rank, as tinker does."""
 OPTIMIZER_FILE = "optimizer.pt"
+Precision = Literal["auto", "fp32", "bf16"]
 _ROWS = 256  # of logits that exist at a time
 
 
@@ -75,14 +77,18 @@ class AdapterSettings:
 
 
 class SharedBase:
-    """A checkpoint, loaded once, whose weights all adapters share and none changes."""
+    """A checkpoint, loaded once, whose weights all adapters share and none changes.
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    Args:
+        precision: of all passes.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, precision: Precision = "auto") -> None:
         with verifying(folder, model_files):
             self.policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=device)
         self.folder = folder.absolute()
         self.policy.model.requires_grad_(False)
-        self.precision = choose_precision(self.policy.model, device)
+        self.precision = choose_precision(self.policy.model, device) if precision == "auto" else precision
 
     @property
     def vocabulary(self) -> int:
@@ -140,7 +146,8 @@ class TrainedAdapter:
 
     def save(self, folder: Path, *, optimizer: bool) -> None:
         """Write the adapter in peft's format, and with `optimizer` what training goes on from."""
-        save_adapter(self._policy.model, folder)
+        with silence_transformers():
+            save_adapter(self._policy.model, folder)
         if optimizer:
             torch.save({**self._trainer.state_dict(), "version": self.version}, folder / OPTIMIZER_FILE)
 

@@ -37,7 +37,7 @@ class TinkerMiddleware(EndpointMiddleware):
 
 def make_app(service: TinkerService, rules: AccessRules) -> ASGIApp:
     """Build the application, behind its access rules."""
-    app = FastAPI(title="rollmill serve --tinker", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="rollmill serve --tinker", docs_url=None, redoc_url=None)
     add_errors(app)
     _add_sessions(app, service)
     _add_models(app, service)
@@ -80,6 +80,11 @@ def _add_sessions(app: FastAPI, service: TinkerService) -> None:
     _post(app, "create_session", types.CreateSessionRequest, create)
     _post(app, "session_heartbeat", types.SessionHeartbeatRequest, heartbeat)
     _post(app, "create_sampling_session", types.CreateSamplingSessionRequest, sampling)
+
+    @app.post("/api/v1/sessions/{id}/finish")
+    async def finish(id: str, request: Request) -> Response:
+        service.end(service.session(id, caller_of(request.scope).client))
+        return JSONResponse({})
 
     @app.get("/api/v1/sessions/{id}")
     async def session(id: str, request: Request) -> Response:
@@ -131,6 +136,17 @@ def _add_sampling(app: FastAPI, service: TinkerService) -> None:
         return _future(promise, sequences=sequences)
 
     _post(app, "asample", types.SampleRequest, sample)
+
+    @app.post("/api/v1/cancel_future")
+    async def cancel(request: Request) -> Response:
+        body: Any = parse_body(types.FutureRetrieveRequest, await request.body())
+        service.promises.find(body.request_id, caller_of(request.scope).client).task.cancel()
+        return JSONResponse({})
+
+    def join(body: Any, owner: str) -> Any:
+        return types.JoinSamplingSessionResponse(client_counter=service.join(body.sampling_session_id, owner))
+
+    _post(app, "join_sampling_session", types.JoinSamplingSessionRequest, join)
 
     @app.get("/api/v1/samplers/{id}")
     async def sampler(id: str, request: Request) -> Response:
@@ -225,9 +241,11 @@ def _shown(saved: SavedCheckpoint) -> types.Checkpoint:
 
 
 def _add_state(app: FastAPI, service: TinkerService) -> None:
-    config = types.ClientConfigResponse(use_pyqwest_transport=False, fwdbwd_max_chunk_bytes_count=_CHUNK_BYTES)
+    config = types.ClientConfigResponse(
+        use_pyqwest_transport=False, fwdbwd_max_chunk_bytes_count=_CHUNK_BYTES, sample_join_sampling_session=True
+    )
     _post(app, "client/config", types.ClientConfigRequest, lambda body, owner: config)
-    dynamic = types.ClientDynamicConfigResponse()
+    dynamic = types.ClientDynamicConfigResponse(sample_cancel_enabled=True)
     _post(app, "client/dynamic_config", types.ClientConfigRequest, lambda body, owner: dynamic)
 
     @app.post("/api/v1/telemetry")

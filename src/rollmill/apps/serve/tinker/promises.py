@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollmill.apps.serve.endpoint.protocol import ApiError
 from rollmill.apps.serve.tinker.errors import TinkerRequestError
-from rollmill.errors import CheckpointError, EngineError, ModelError, RollmillError, TrainingError
+from rollmill.errors import CheckpointError, ModelError, RollmillError, TrainingError
 
 log = logging.getLogger(__name__)
 _USER = (TinkerRequestError, TrainingError, CheckpointError, ModelError)
@@ -34,7 +35,8 @@ class Promise:
     id: str
     owner: str
     task: asyncio.Task[Result] = field(repr=False)
-    retrieved: bool = False
+    ended: float | None = None  #: when its result was there
+    fetched: float | None = None  #: when a client fetched it
 
 
 class PromiseStore:
@@ -43,11 +45,12 @@ class PromiseStore:
     Args:
         most: promises that may be open at the same time.
         deadline_s: seconds from a promise to its result.
-        kept: results that are kept; the oldest ones are forgotten, first those that were fetched.
+        fetched_s: seconds that a result is kept once it was fetched: the answer may be lost on its way.
+        kept_s: seconds that other results are kept.
     """
 
-    def __init__(self, most: int, deadline_s: float, kept: int = 4096) -> None:
-        self._most, self._deadline_s, self._kept = most, deadline_s, kept
+    def __init__(self, most: int, deadline_s: float, fetched_s: float = 60.0, kept_s: float = 3600.0) -> None:
+        self._most, self._deadline_s, self._fetched_s, self._kept_s = most, deadline_s, fetched_s, kept_s
         self._promises: dict[str, Promise] = {}
         self.closing = False
 
@@ -70,6 +73,7 @@ class PromiseStore:
             raise ApiError(text, 429, code="too_many_requests", retry_s=1)
         self._forget()
         found = self._promises[id] = Promise(id, owner, asyncio.ensure_future(self._run(work)))
+        found.task.add_done_callback(lambda _: setattr(found, "ended", time.monotonic()))
         return found
 
     def find(self, id: str, owner: str) -> Promise:
@@ -84,7 +88,7 @@ class PromiseStore:
         await asyncio.wait([promise.task], timeout=seconds)
         if not promise.task.done():
             return None
-        promise.retrieved = True
+        promise.fetched = time.monotonic()
         if promise.task.cancelled():
             return failure("the request was cancelled", user=False)
         return promise.task.result()
@@ -108,8 +112,6 @@ class PromiseStore:
             return failure(text, user=True)
         except _USER as error:
             return failure(str(error), user=True)
-        except EngineError as error:  # its class does not tell who is to blame
-            return failure(str(error), user=True)
         except RollmillError as error:
             return failure(str(error), user=False)
         except Exception:
@@ -117,11 +119,11 @@ class PromiseStore:
             return failure("the server has failed; its log says why", user=False)
 
     def _forget(self) -> None:
-        if len(self._promises) < self._kept:
-            return
-        done = [each for each in self._promises.values() if each.task.done()]
-        for each in sorted(done, key=lambda promise: not promise.retrieved)[: self._kept // 4]:
-            del self._promises[each.id]
+        now = time.monotonic()
+        for each in list(self._promises.values()):
+            late = each.ended is not None and now - each.ended > self._kept_s
+            if late or (each.fetched is not None and now - each.fetched > self._fetched_s):
+                del self._promises[each.id]
 
 
 def failure(text: str, *, user: bool) -> Result:

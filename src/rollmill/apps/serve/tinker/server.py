@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rollmill.apps.serve.endpoint.server import WebServer
 from rollmill.apps.serve.serving import ServerAddress, find_checkpoint, until_signal
@@ -18,17 +18,27 @@ from rollmill.apps.serve.web.middleware import ASGIApp
 from rollmill.errors import ConfigError
 from rollmill.orchestrator.setup import choose_device
 
+if TYPE_CHECKING:
+    from rollmill.apps.serve.tinker.adapters import Precision
+
 MISSING = (
     "`rollmill serve --tinker` needs the extras `tinker`, `lora` and `serve`: pip install 'rollmill[tinker,lora,serve]'"
 )
 
 
-def serve_tinker(bases: Mapping[str, Path], place: ServerAddress, checkpoints: Path, device: str = "auto") -> None:
+def serve_tinker(
+    bases: Mapping[str, Path],
+    place: ServerAddress,
+    checkpoints: Path,
+    device: str = "auto",
+    precision: Precision = "auto",
+) -> None:
     """Serve base models until SIGINT, SIGTERM or SIGHUP.
 
     Args:
         bases: folders, run directories or run files by the names that clients give.
         checkpoints: folder for what clients save.
+        precision: of training and sampling.
 
     Raises:
         ConfigError: a library is missing, or there is no model.
@@ -36,7 +46,7 @@ def serve_tinker(bases: Mapping[str, Path], place: ServerAddress, checkpoints: P
     """
 
     async def serve() -> None:
-        await until_signal(_serving(bases, place, checkpoints, device))
+        await until_signal(_serving(bases, place, checkpoints, device, precision))
 
     asyncio.run(serve())
 
@@ -48,10 +58,15 @@ class TinkerServer:
     """
 
     def __init__(
-        self, bases: Mapping[str, Path], place: ServerAddress, checkpoints: Path, device: str = "auto"
+        self,
+        bases: Mapping[str, Path],
+        place: ServerAddress,
+        checkpoints: Path,
+        device: str = "auto",
+        precision: Precision = "auto",
     ) -> None:
         self.url = server_url(place.rules.host, place.listener)
-        self._arguments = bases, place, checkpoints, device
+        self._arguments = bases, place, checkpoints, device, precision
         self._ended, self._listens = asyncio.Event(), threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
@@ -86,7 +101,7 @@ class TinkerServer:
 
 @asynccontextmanager
 async def _serving(
-    bases: Mapping[str, Path], place: ServerAddress, checkpoints: Path, device: str
+    bases: Mapping[str, Path], place: ServerAddress, checkpoints: Path, device: str, precision: Precision
 ) -> AsyncIterator[None]:
     try:
         from rollmill.apps.serve.tinker.adapters import SharedBase
@@ -99,7 +114,7 @@ async def _serving(
     for name, source in bases.items():
         folder = find_checkpoint(source, None).resolve()
         if folder not in loaded:
-            loaded[folder] = SharedBase(folder, where)
+            loaded[folder] = SharedBase(folder, where, precision)
         named[name] = loaded[folder]
     keys = () if place.rules.keys is None else place.rules.keys.keys
     rates = KeyRateLimiter(keys, place.limits.requests_per_minute, place.limits.tokens_per_minute)

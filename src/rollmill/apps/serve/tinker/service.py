@@ -34,6 +34,7 @@ from rollmill.apps.serve.tinker.promises import Promise, PromiseStore, Result, T
 from rollmill.apps.serve.tinker.wire import PROTOBUF, TopLogprobs, decode_forward_request, encode_samples
 from rollmill.apps.serve.web.keys import KeyRateLimiter
 from rollmill.config.rollout import SamplingConfig
+from rollmill.errors import EngineError
 from rollmill.types import FloatArray
 
 ValueT = TypeVar("ValueT")
@@ -103,6 +104,7 @@ class TinkerService:
         self._samplers: dict[str, Sampler] = {}
         self._engines: OrderedDict[tuple[Path, Path | None], SamplingModel] = OrderedDict()
         self._busy: dict[tuple[Path, Path | None], int] = {}
+        self._joined: dict[str, int] = {}  # further clients of sampling sessions
         self._loading = asyncio.Lock()
         self._snapshots = Path(tempfile.mkdtemp(prefix="rollmill-tinker-"))
         self._computing = ThreadPoolExecutor(
@@ -143,13 +145,18 @@ class TinkerService:
         """Drop sessions without a heartbeat, with their models."""
         now = time.monotonic()
         for session in [each for each in self._sessions.values() if now - each.seen > self.limits.idle_s]:
-            del self._sessions[session.id]
-            for name in session.models:
-                if (client := self._clients.pop(name, None)) is not None:
-                    for folder in client.snapshots:
-                        shutil.rmtree(folder, ignore_errors=True)
-            for name in session.samplers:
-                self._samplers.pop(name, None)
+            self.end(session)
+
+    def end(self, session: TinkerSession) -> None:
+        """Free a session's models, and what was saved for its samplers without a name."""
+        del self._sessions[session.id]
+        for name in session.models:
+            if (client := self._clients.pop(name, None)) is not None:
+                for folder in client.snapshots:
+                    shutil.rmtree(folder, ignore_errors=True)
+        for name in session.samplers:
+            self._samplers.pop(name, None)
+            self._joined.pop(name, None)
 
     def counts(self) -> dict[str, int]:
         """Numbers of what is held."""
@@ -395,6 +402,12 @@ class TinkerService:
             raise ApiError(f"there is no sampling session {id!r}; its session may have ended", 404, code="not_found")
         return found
 
+    def join(self, id: str, owner: str) -> int:
+        """Number a further client of a sampling session, from 1 on."""
+        self.sampler(id, owner)
+        self._joined[id] = self._joined.get(id, 0) + 1
+        return self._joined[id]
+
     def sample(self, request: types.SampleRequest, owner: str) -> tuple[Promise, list[str]]:
         """Sample sequences; returns the promise and the ids of the sequences. Raises ApiError."""
         self.rates.check_tokens(owner)
@@ -407,7 +420,11 @@ class TinkerService:
         async def work() -> Result:
             model = await self._engine(sampler)
             try:
-                sequences = await model.sample(prompt, sampling, request.num_samples, chosen, top)
+                try:
+                    sequences = await model.sample(prompt, sampling, request.num_samples, chosen, top)
+                except EngineError:  # the request fits, so the engine has failed; the next one gets another
+                    self._engines.pop(self._key(sampler), None)
+                    raise
                 logprobs: tuple[FloatArray | None, TopLogprobs | None] = None, None
                 if request.prompt_logprobs or request.topk_prompt_logprobs:
                     logprobs = await self._compute(
@@ -440,7 +457,7 @@ class TinkerService:
 
     async def _engine(self, sampler: Sampler) -> SamplingModel:
         """The engine of a sampler, which `_release` gives back. Raises TinkerRequestError if its weights are gone."""
-        key = self._base(sampler.base_model).folder, sampler.folder
+        key = self._key(sampler)
         base = self._base(sampler.base_model)
         self._busy[key] = self._busy.get(key, 0) + 1
         try:
@@ -458,8 +475,11 @@ class TinkerService:
             raise
         return found
 
+    def _key(self, sampler: Sampler) -> tuple[Path, Path | None]:
+        return self._base(sampler.base_model).folder, sampler.folder
+
     async def _release(self, sampler: Sampler) -> None:
-        key = self._base(sampler.base_model).folder, sampler.folder
+        key = self._key(sampler)
         self._busy[key] -= 1
         if not self._busy[key]:
             del self._busy[key]
