@@ -58,7 +58,7 @@ class AdapterSettings:
     attention: bool = True
     mlp: bool = True
 
-    def config(self, model: nn.Module) -> LoRAConfig:
+    def config(self, model: nn.Module, *, merge: bool) -> LoRAConfig:
         """The section `model.lora` of such an adapter. Raises TinkerRequestError if no layer would have one."""
         if not (self.attention or self.mlp):
             raise TinkerRequestError(
@@ -73,7 +73,7 @@ class AdapterSettings:
                 name.rpartition(".")[2] for name in linear if ("attn" in name or "attention" in name) is self.attention
             }
             targets = sorted(chosen - {"lm_head"})
-        return LoRAConfig(rank=self.rank, alpha=ALPHA, targets=targets, merge=False)
+        return LoRAConfig(rank=self.rank, alpha=ALPHA, targets=targets, merge=merge)
 
 
 class SharedBase:
@@ -96,9 +96,13 @@ class SharedBase:
         return int(self.policy.model.get_input_embeddings().weight.shape[0])
 
     def adapted(self, settings: AdapterSettings, seed: int) -> PolicyModel:
-        """A model with a new adapter over these weights."""
+        """A model with a new adapter over these weights.
+
+        An engine decodes with these weights and the adapter; in bf16, for which it needs a copy of the weights in any
+        case, with a copy in which the adapter is merged, which is faster.
+        """
         twin: Any = copy_with_same_weights(self.policy.model)
-        add_lora(twin, settings.config(twin), seed)
+        add_lora(twin, settings.config(twin, merge=self.precision == "bf16"), seed)
         return replace(self.policy, model=twin)
 
 

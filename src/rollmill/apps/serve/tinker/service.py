@@ -38,7 +38,7 @@ from rollmill.errors import EngineError
 from rollmill.types import FloatArray
 
 ValueT = TypeVar("ValueT")
-_ENGINES = 4
+_ENGINES = 2
 """Engines that are kept for sampling, besides those with requests."""
 _SNAPSHOTS = 64
 """Unnamed weights that are kept for each model; older ones can no longer be sampled from."""
