@@ -193,4 +193,4 @@ def build_vllm_sequence_group(
     if request.new_processor is not None:
         raise UnsupportedRequestError(f"{request.id}: vLLM takes no logits processors; use engine `native`")
     stops = stop_matcher_for(request, tokenizer)
-    return VLLMSequenceGroup(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops, tokenizer)
+    return VLLMSequenceGroup(request, limit, request.end_ids(eos_ids), stops, tokenizer)

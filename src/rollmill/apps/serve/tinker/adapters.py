@@ -87,6 +87,7 @@ class SharedBase:
         with verifying(folder, model_files):
             self.policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=device)
         self.folder = folder.absolute()
+        # It never runs itself: threads run copies of its modules.
         self.policy.model.requires_grad_(False)
         self.precision = choose_precision(self.policy.model, device) if precision == "auto" else precision
 
@@ -198,24 +199,32 @@ class SamplingModel:
     """
 
     def __init__(self, base: SharedBase, settings: AdapterSettings | None = None, folder: Path | None = None) -> None:
-        self.base, self._policy = base, base.policy
+        self.base = base
+        self._policy = replace(base.policy, model=copy_with_same_weights(base.policy.model))
         if settings is not None and folder is not None:
             self._policy = base.adapted(settings, 0)
             load_adapter(self._policy.model, folder)
             self._policy.model.requires_grad_(False)
-        self.engine: NativeEngine = build_native(NativeEngineConfig(), self._policy, RolloutConfig(), base.precision)
+        # The engine, which runs in another thread than `prompt_logprobs`, has modules of its own.
+        own = replace(self._policy, model=copy_with_same_weights(self._policy.model))
+        self.engine: NativeEngine = build_native(NativeEngineConfig(), own, RolloutConfig(), base.precision)
         recipe = make_recipe("cross_entropy", cross_entropy, torch.zeros(0))
         config = TrainerConfig(precision=base.precision).settled()
         self._passes = ForwardPasses(recipe, config, base.precision, base.policy.device, RankGroup.current())
 
-    async def sample(self, prompt: list[int], sampling: SamplingConfig, n: int, seed: int, top: int) -> list[Sampled]:
-        """Sample completions of a prompt, with the `top` most probable tokens of each place. Raises EngineError."""
+    async def sample(
+        self, prompt: list[int], sampling: SamplingConfig, n: int, seed: int, top: int, *, endless: bool = False
+    ) -> list[Sampled]:
+        """Sample completions of a prompt, with the `top` most probable tokens of each place; `endless` ones go on after
+        the end of the text. Raises EngineError."""
         found: list[list[SampledToken]] = [[] for _ in range(n)]
 
         def keep(token: SampledToken) -> None:
             found[token.index].append(token)
 
-        request = GenerationRequest(prompt, sampling, n=n, seed=seed, top=top, on_token=keep if top else None)
+        request = GenerationRequest(
+            prompt, sampling, n=n, seed=seed, top=top, on_token=keep if top else None, ignore_eos=endless
+        )
         completions = await self.engine.generate(request)
         return [_sampled(each, found[each.index], top) for each in completions]
 

@@ -415,13 +415,13 @@ class TinkerService:
         prompt, sampling = _prompt(request), _sampling(request, self._base(sampler.base_model))
         seed = request.sampling_params.seed
         chosen = secrets.randbits(62) if seed is None else seed
-        top = request.topk_sample_logprobs
+        top, endless = request.topk_sample_logprobs, request.sampling_params.stop == []
 
         async def work() -> Result:
             model = await self._engine(sampler)
             try:
                 try:
-                    sequences = await model.sample(prompt, sampling, request.num_samples, chosen, top)
+                    sequences = await model.sample(prompt, sampling, request.num_samples, chosen, top, endless=endless)
                 except EngineError:  # the request fits, so the engine has failed; the next one gets another
                     self._engines.pop(self._key(sampler), None)
                     raise
@@ -542,9 +542,6 @@ def _sampling(request: types.SampleRequest, base: SharedBase) -> SamplingConfig:
     if last is not None and not 1 <= last < len(tokens):
         raise ApiError("prompt_logprobs_last_n is from 1 to len(prompt) - 1", code="invalid_value")
     stop: Sequence[Any] = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    if params.stop is not None and not stop:
-        text = "stop=[] (go on after the end of the text) is not supported; leave it out"
-        raise ApiError(text, code="unsupported_parameter", param="stop")
     try:
         return SamplingConfig(
             temperature=params.temperature,
