@@ -251,5 +251,7 @@ def _keys(
             print(f"warning: other users can read the keys in {file}; run `chmod 600 {file}`", file=sys.stderr)
         return several, None
     known = given or os.environ.get(KEY_VARIABLE)
+    if known and prefix == "tml" and not known.startswith("tml-"):
+        raise ConfigError("--tinker: the tinker SDK takes keys that begin with tml- only; give another key")
     new = None if known else f"{prefix}-{secrets.token_urlsafe(24)}"
     return KeyRing([make_key(CLIENT, known or new or "")]), new

@@ -21,9 +21,7 @@ from rollmill.orchestrator.setup import choose_device
 if TYPE_CHECKING:
     from rollmill.apps.serve.tinker.adapters import Precision
 
-MISSING = (
-    "`rollmill serve --tinker` needs the extras `tinker`, `lora` and `serve`: pip install 'rollmill[tinker,lora,serve]'"
-)
+MISSING = "`rollmill serve --tinker` needs the extra `tinker`: pip install 'rollmill[tinker]'"
 
 
 def serve_tinker(
