@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from rollmill.algorithms.recipe import Recipe
 from rollmill.errors import TrainingError
 from rollmill.trainer.batch import build_token_table
@@ -125,16 +123,14 @@ class StepwiseTrainer(Trainer):
         self._gradients, self._rollouts, self._measured = 0, 0, None
 
     def logprobs(self, experiences: Sequence[Experience]) -> list[FloatArray]:
-        """Returns the policy's log-probs of each experience's action tokens, 0 for other tokens: float32 [T] each."""
+        """Returns the policy's log-probs of each experience's action tokens, 0 for other tokens.
+
+        Float32 [T] each, or as its `targets`.
+        """
         scored = [replace(each, source=ExperienceSource.ROLLOUT) for each in experiences]
         table = build_token_table(scored, self.device)
         values = self._inference.logprobs(scored, table).cpu().numpy()
-        found = []
-        for i, each in enumerate(scored):
-            mine = np.zeros(len(each.token_ids), np.float32)
-            mine[table.positions[i]] = values[table.offsets[i] : table.offsets[i + 1]]
-            found.append(mine)
-        return found
+        return [table.place(i, each, values[table.offsets[i] : table.offsets[i + 1]]) for i, each in enumerate(scored)]
 
     @contextmanager
     def _using(self, recipe: Recipe) -> Iterator[None]:

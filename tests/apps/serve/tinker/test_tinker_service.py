@@ -319,8 +319,17 @@ def test_what_cannot_be_done_is_refused_with_a_reason(ann: Any) -> None:
         (datum(TEXT), "importance_sampling", {}, "has no `advantages`"),
         (datum(TEXT, advantages=[1.0] * 7), "ppo", {}, "has no `logprobs`"),
         (datum(TEXT, logprobs=[-1.0] * 7, advantages=[1.0] * 7), "ppo", {"beta": 1.0}, "no option of `ppo`"),
-        (datum(TEXT, weights=[1.0] * 6), "cross_entropy", {}, "one entry per token"),
+        (datum(TEXT, weights=[1.0] * 6), "cross_entropy", {}, "give as many"),
         (datum(TEXT, weights=[float("nan")] * 7), "cross_entropy", {}, "not finite"),
+        (
+            types.Datum(
+                model_input=types.ModelInput.from_ints([5, 6]),
+                loss_fn_inputs={"target_tokens": np.ones((2, 2), np.int64), "advantages": np.ones((2, 2), np.float32)},
+            ),
+            "ppo",
+            {},
+            "which only cross_entropy takes",
+        ),
         (datum([5] * 300), "cross_entropy", {}, "more than the model's context"),
         (datum([5, 10**6]), "cross_entropy", {}, "outside of the model's vocabulary"),
         (

@@ -224,6 +224,50 @@ def test_targets_need_not_be_the_next_tokens(service: Any, base: Path) -> None:
     assert found.metrics["loss:sum"] == pytest.approx(-float(expected.sum()), abs=1e-3)
 
 
+def test_several_targets_per_token(service: Any, base: Path) -> None:
+    """The loss is that of soft labels, dense or sparse, and its gradient that of one target after the other."""
+    data, sizes = [], (2, 3, 3)
+    draws = np.random.default_rng(3)
+    for text, size in zip(TEXTS, sizes, strict=True):
+        shape = (len(text) - 1, size)
+        weights = draws.random(shape).astype(np.float32) * (draws.random(shape) < 0.3)
+        inputs = {"target_tokens": draws.integers(1, 100, shape) * (weights != 0), "weights": weights}
+        data.append((text, {name: torch.from_numpy(value) for name, value in inputs.items()}))
+
+    def made(text: list[int], inputs: dict[str, torch.Tensor], *, sparse: bool) -> Any:
+        encode = types.TensorData.from_torch_sparse if sparse else types.TensorData.from_torch
+        given = {name: encode(value) for name, value in inputs.items()}
+        return types.Datum(model_input=types.ModelInput.from_ints(text[:-1]), loss_fn_inputs=given)
+
+    policy = load_policy(ModelConfig(path=base), texts=(), seed=0, device=torch.device("cpu"))
+    norms, results = [], []
+    for sparse in (False, True):
+        client = service.create_lora_training_client(BASE, rank=4, seed=6).result()
+        batch = [made(text, inputs, sparse=sparse) for text, inputs in data]
+        assert any(each.loss_fn_inputs["weights"].sparse_crow_indices is not None for each in batch) is sparse
+        results.append(client.forward_backward(batch, "cross_entropy").result())
+        norms.append(client.optim_step(types.AdamParams(eps=1.0)).result().metrics["grad_norm:mean"])
+    total = 0.0
+    for (text, inputs), *outputs in zip(data, *(each.loss_fn_outputs for each in results), strict=True):
+        with torch.no_grad():
+            logits = policy.model.eval()(torch.tensor([text[:-1]])).logits[0].float()
+        own = torch.log_softmax(logits, -1).gather(1, inputs["target_tokens"])
+        for output in outputs:
+            assert output["logprobs"].shape == list(own.shape)
+            torch.testing.assert_close(output["logprobs"].to_torch().reshape(own.shape), own, rtol=0, atol=1e-4)
+        total -= float((own * inputs["weights"]).sum())
+    assert [each.metrics["loss:sum"] for each in results] == pytest.approx([total] * 2, abs=1e-3)
+    # of one target at a time, the gradients add up to the same
+    client = service.create_lora_training_client(BASE, rank=4, seed=6).result()
+    for text, inputs in data:
+        for k in range(inputs["weights"].shape[1]):
+            column = {name: value[:, k].tolist() for name, value in inputs.items()}
+            single = types.Datum(model_input=types.ModelInput.from_ints(text[:-1]), loss_fn_inputs=column)
+            client.forward_backward([single], "cross_entropy").result()
+    norms.append(client.optim_step(types.AdamParams(eps=1.0)).result().metrics["grad_norm:mean"])
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
+
+
 def test_gradients_of_several_requests_add_up(service: Any, checkpoints: Path) -> None:
     together, apart = (service.create_lora_training_client(BASE, rank=4, seed=6).result() for _ in range(2))
     together.forward_backward([datum(text) for text in TEXTS], "cross_entropy").result()

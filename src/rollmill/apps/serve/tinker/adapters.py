@@ -41,7 +41,7 @@ from rollmill.trainer.logprobs import ForwardPasses, compute_logits, use_packed_
 from rollmill.trainer.model_setup import evaluation_mode
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.trainer.stepwise import AdamSettings, StepwiseTrainer
-from rollmill.types import Completion, FloatArray, StopReason
+from rollmill.types import FloatArray, StopReason
 
 ALPHA = 32.0
 """The product of an adapter is scaled by ALPHA / rank, as tinker does."""
@@ -172,10 +172,13 @@ class TrainedAdapter:
 
 def _total(loss: LossFunction, weights: Tensor, data: Any, logprobs: list[FloatArray]) -> float:
     """The loss of log-probs that are known."""
-    logprob = torch.from_numpy(np.concatenate(logprobs))
-    rollout = [each.inputs.get("logprobs", np.zeros(len(each.tokens))).astype(np.float32) for each in data]
+    logprob = torch.from_numpy(np.concatenate([each.ravel() for each in logprobs]))
+    rollout = [
+        each.inputs.get("logprobs", np.zeros(known.shape)).ravel().astype(np.float32)
+        for each, known in zip(data, logprobs, strict=True)
+    ]
     nothing = torch.zeros_like(logprob)
-    sequence = torch.from_numpy(np.repeat(np.arange(len(logprobs)), [len(each) for each in logprobs]))
+    sequence = torch.from_numpy(np.repeat(np.arange(len(logprobs)), [each.size for each in logprobs]))
     inputs = LossInputs(
         logprob=logprob,
         old_logprob=logprob,
@@ -226,7 +229,17 @@ class SamplingModel:
             prompt, sampling, n=n, seed=seed, top=top, on_token=keep if top else None, ignore_eos=endless
         )
         completions = await self.engine.generate(request)
-        return [_sampled(each, found[each.index], top) for each in completions]
+        sampled = []
+        for each in completions:
+            tokens = found[each.index][: len(each.token_ids)]
+            best = None
+            if tokens:
+                ids, values = ([[pair[at] for pair in token.top] for token in tokens] for at in (0, 1))
+                best = TopLogprobs(np.array(ids, np.int32), np.array(values, np.float32))
+            stopped = each.stop_reason in (StopReason.EOS, StopReason.STOP)
+            own = each.logprobs + each.kept_logmass  # of the model's own distribution, at the request's temperature
+            sampled.append(Sampled(each.token_ids, own, stopped, best))
+        return sampled
 
     @torch.no_grad()
     def prompt_logprobs(self, prompt: list[int], top: int, last: int | None) -> tuple[FloatArray, TopLogprobs | None]:
@@ -261,19 +274,6 @@ class SamplingModel:
 
 EMPTY_LOGPROB = -99999.0
 """In tinker's tables of most probable tokens: nothing is known of this place."""
-
-
-def _sampled(completion: Completion, tokens: list[SampledToken], top: int) -> Sampled:
-    """A completion with the model's own log-probs at the request's temperature."""
-    length = len(completion.token_ids)
-    best = None
-    if top and length:
-        best = TopLogprobs(
-            np.array([[token for token, _ in each.top] for each in tokens[:length]], np.int32),
-            np.array([[logprob for _, logprob in each.top] for each in tokens[:length]], np.float32),
-        )
-    stopped = completion.stop_reason in (StopReason.EOS, StopReason.STOP)
-    return Sampled(completion.token_ids, completion.logprobs + completion.kept_logmass, stopped, best)
 
 
 def adam_settings(params: Any) -> AdamSettings:

@@ -109,14 +109,17 @@ def token_weights(name: str, data: Sequence[Datum]) -> Tensor:
     for number, datum in enumerate(data):
         if key not in datum.inputs and name != "cross_entropy":
             raise TinkerRequestError(f"data[{number}] has no `{key}`, which `{name}` needs")
-        values = datum.inputs.get(key, np.ones(len(datum.tokens), np.float32)).astype(np.float32)
+        targets = datum.inputs["target_tokens"]
+        if targets.ndim == 2 and name != "cross_entropy":
+            raise TinkerRequestError(f"data[{number}] has several targets per token, which only cross_entropy takes")
+        values = datum.inputs.get(key, np.ones(targets.shape, np.float32)).astype(np.float32)
         if not np.isfinite(values).all():
             raise TinkerRequestError(f"data[{number}].{key} has a number that is not finite")
         mask = datum.inputs.get("sequence_ratio_mask")
         if mask is not None and (values != 0).any() and ((mask != 0) != (values != 0)).any():
             text = "names other tokens than those with an advantage, which is not supported"
             raise TinkerRequestError(f"data[{number}].sequence_ratio_mask {text}")
-        found.append(values)
+        found.append(values.ravel())
     return torch.from_numpy(np.concatenate(found))
 
 
@@ -149,7 +152,8 @@ def make_experiences(name: str, data: Sequence[Datum], version: int, vocabulary:
                 raise TinkerRequestError(f"{where} has a token outside of the model's vocabulary of {vocabulary}")
         if name != "cross_entropy" and "logprobs" not in datum.inputs:
             raise TinkerRequestError(f"{where} has no `logprobs`, which `{name}` needs")
-        logprobs = datum.inputs.get("logprobs", np.zeros(length)).astype(np.float32)
+        known = datum.inputs.get("logprobs") if targets.ndim == 1 else None
+        logprobs = np.zeros(length, np.float32) if known is None else known.astype(np.float32)
         if not np.isfinite(logprobs).all():
             raise TinkerRequestError(f"{where}.logprobs has a number that is not finite")
         found.append(
@@ -157,8 +161,8 @@ def make_experiences(name: str, data: Sequence[Datum], version: int, vocabulary:
                 id=where,
                 task_id=where,
                 group=where,
-                token_ids=np.append(datum.tokens, targets[-1]).astype(np.int32),
-                targets=np.insert(targets, 0, 0).astype(np.int32),
+                token_ids=np.append(datum.tokens, targets[-1].ravel()[0]).astype(np.int32),
+                targets=np.insert(targets, 0, 0, axis=0).astype(np.int32),
                 action_mask=np.arange(length + 1) > 0,
                 logprobs=np.insert(logprobs, 0, 0).astype(np.float32),
                 versions=np.insert(np.full(length, version), 0, -1).astype(np.int32),

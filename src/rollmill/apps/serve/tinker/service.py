@@ -275,7 +275,7 @@ class TinkerService:
                 lambda: self.store.save(
                     client.info,
                     "weights",
-                    request.path or _new_name(),
+                    request.path or f"unnamed-{uuid.uuid4().hex[:12]}",
                     lambda folder: adapter.save(folder, optimizer=True),
                     overwrite=request.overwrite,
                     user_metadata=request.user_metadata,
@@ -292,8 +292,11 @@ class TinkerService:
             adapter = _adapter(client)
             if request.path is None:
                 folder = self._snapshots / uuid.uuid4().hex
-                await self._compute(lambda: _save_into(adapter, folder))
-                self._keep_snapshot(client, folder)
+                folder.mkdir()
+                await self._compute(lambda: adapter.save(folder, optimizer=False))
+                client.snapshots.append(folder)
+                while len(client.snapshots) > _SNAPSHOTS:
+                    shutil.rmtree(client.snapshots.pop(0), ignore_errors=True)
                 number = request.sampling_session_seq_id
                 sampler = self._new_sampler(client.session, number, client.info, None, folder)
                 return answer(types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler.id))
@@ -311,11 +314,6 @@ class TinkerService:
             return answer(types.SaveWeightsForSamplerResponseInternal(path=saved.path))
 
         return self._in_turn(request.model_id, request.seq_id, owner, work)
-
-    def _keep_snapshot(self, client: TrainingClient, folder: Path) -> None:
-        client.snapshots.append(folder)
-        while len(client.snapshots) > _SNAPSHOTS:
-            shutil.rmtree(client.snapshots.pop(0), ignore_errors=True)
 
     def load_weights(self, request: types.LoadWeightsRequest, owner: str) -> Promise:
         """Load a checkpoint into a model, or into a new one. Raises ApiError."""
@@ -502,15 +500,6 @@ def _adapter(client: TrainingClient) -> TrainedAdapter:
     if client.adapter is None:
         raise TinkerRequestError(f"the model {client.info.run!r} was not made, or is unloaded")
     return client.adapter
-
-
-def _save_into(adapter: TrainedAdapter, folder: Path) -> None:
-    folder.mkdir()
-    adapter.save(folder, optimizer=False)
-
-
-def _new_name() -> str:
-    return f"unnamed-{uuid.uuid4().hex[:12]}"
 
 
 def _prompt(request: types.SampleRequest) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,14 @@ from rollmill.types import FloatArray
 
 Array = npt.NDArray[Any]
 PROTOBUF = "application/x-protobuf"
+_MOST_NUMBERS = 1 << 24  # of a tensor that is sent sparse: a few bytes could stand for any number
 _TYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One example of a forward pass: N input tokens, and arrays [N] by name, such as `target_tokens`."""
+    """One example of a forward pass: N input tokens, and arrays [N] by name, such as `target_tokens`; [N, K] with K
+    targets at each place."""
 
     tokens: Array
     inputs: Mapping[str, Array]
@@ -72,23 +75,30 @@ def _datum(message: Any, number: int) -> Datum:
         parts.append(_array(chunk.encoded_text.tokens, np.int32, where))
     tokens = np.concatenate([*parts, np.zeros(0, np.int32)])
     inputs = {name: _tensor(value, f"{where}.{name}") for name, value in message.loss_fn_inputs.items()}
-    for name, value in inputs.items():
-        if value.shape != tokens.shape:
-            raise TinkerRequestError(
-                f"{where}.{name} has the shape {list(value.shape)}, and the input {len(tokens)} tokens; give one entry "
-                "per token (several targets per position are not supported)"
-            )
     if not len(tokens):
         raise TinkerRequestError(f"{where} has no tokens")
     if "target_tokens" not in inputs:
         raise TinkerRequestError(f"{where} has no target_tokens")
+    shape = inputs["target_tokens"].shape
+    if len(shape) > 2 or 0 in shape or shape[0] != len(tokens):
+        raise TinkerRequestError(
+            f"{where}.target_tokens has the shape {list(shape)}, and the input {len(tokens)} tokens; give one row for "
+            "each"
+        )
+    for name, value in inputs.items():
+        if value.shape != shape:
+            raise TinkerRequestError(
+                f"{where}.{name} has the shape {list(value.shape)}, and target_tokens {list(shape)}; give as many"
+            )
     return Datum(tokens, inputs)
 
 
 def _tensor(message: Any, where: str) -> Array:
     kind = _TYPES.get(message.dtype)
-    if kind is None or message.WhichOneof("encoding") == "sparse_csr":
-        raise TinkerRequestError(f"{where} is sparse or of another type than float32 and int64; send a dense tensor")
+    if kind is None:
+        raise TinkerRequestError(f"{where} is of another type than float32 and int64")
+    if message.WhichOneof("encoding") == "sparse_csr":
+        return _dense(message, kind, where)
     found = _array(message.dense, kind, where)
     if message.shape:
         try:
@@ -100,6 +110,21 @@ def _tensor(message: Any, where: str) -> Array:
     return found
 
 
+def _dense(message: Any, kind: Any, where: str) -> Array:
+    """A sparse matrix in full, with 0 for what is left out."""
+    shape, sparse = tuple(message.shape), message.sparse_csr
+    values, columns = _array(sparse.values, kind, where), _array(sparse.col_indices, np.int64, where)
+    counts = np.diff(_array(sparse.crow_indices, np.int64, where))
+    right = len(shape) == 2 and 0 < shape[0] * shape[1] <= _MOST_NUMBERS and len(counts) == shape[0]
+    if not right or (counts < 0).any() or not counts.sum() == len(columns) == len(values):
+        raise TinkerRequestError(f"{where} is no sparse matrix in CSR format of at most {_MOST_NUMBERS} numbers")
+    if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
+        raise TinkerRequestError(f"{where} has a column outside of its shape {list(shape)}")
+    found = np.zeros(shape, kind)
+    found[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return found
+
+
 def _array(raw: bytes, kind: Any, where: str) -> Array:
     if len(raw) % np.dtype(kind).itemsize:
         raise TinkerRequestError(f"{where}: {len(raw)} bytes are no whole number of {np.dtype(kind).name}")
@@ -108,14 +133,16 @@ def _array(raw: bytes, kind: Any, where: str) -> Array:
 
 def encode_forward_result(logprobs: Sequence[FloatArray], metrics: Mapping[str, float]) -> bytes:
     """Encode the log-probs of every datum's target tokens, and metrics whose names end with how to reduce them."""
-    sizes = [each.nbytes for each in logprobs]
-    column = pb.BatchedTensor(
-        data=b"".join(each.tobytes() for each in logprobs),
-        offsets=np.cumsum([0, *sizes], dtype=np.int64).tobytes(),
-        dtype=pb.DTYPE_FLOAT32,
-    )
-    record = pb.ArrayRecord(type_tag="ArrayRecord", fields={"logprobs": column}, num_datums=len(logprobs))
-    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=[record], metrics=metrics)
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    for trailing, alike in itertools.groupby(logprobs, key=lambda each: each.shape[1:]):
+        members = list(alike)
+        column = pb.BatchedTensor(
+            data=b"".join(each.tobytes() for each in members),
+            offsets=np.cumsum([0, *(each.nbytes for each in members)], dtype=np.int64).tobytes(),
+            dtype=pb.DTYPE_FLOAT32,
+            trailing_shape=trailing,
+        )
+        message.loss_fn_outputs.add(type_tag="ArrayRecord", fields={"logprobs": column}, num_datums=len(members))
     return bytes(message.SerializeToString())
 
 
