@@ -58,7 +58,8 @@ def make_hub(folder: Path, rows: Sequence[Mapping[str, str]], models: Mapping[st
         place = folder / name
         place.mkdir(parents=True)
         for split in ("train", "test"):
-            pq.write_table(pa.Table.from_pylist([dict(row) for row in own]), place / f"{split}.parquet")
+            few = own if split == "train" else own[:8]  # recipes evaluate on all of them
+            pq.write_table(pa.Table.from_pylist([dict(row) for row in few]), place / f"{split}.parquet")
         files = [{"split": split, "path": f"{split}.parquet"} for split in ("train", "test")]
         card = {"configs": [{"config_name": config, "data_files": files}]}
         (place / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")

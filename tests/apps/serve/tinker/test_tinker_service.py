@@ -272,6 +272,33 @@ def test_log_probs_of_prompts_and_of_the_most_probable_tokens(ann: Any, base: Pa
     assert last.prompt_logprobs[6:] == pytest.approx(own.tolist()[5:], abs=1e-4)
 
 
+def test_log_probs_of_many_prompts_are_those_of_each(ann: Any) -> None:
+    """Passes are shared; prompts of different lengths, with other numbers of most probable tokens."""
+    sampler = ann.create_sampling_client(base_model=BASE).result()
+    draws = np.random.default_rng(5)
+    prompts = [draws.integers(4, 120, size).tolist() for size in (1, 2, 30, 7, 30, 90)]
+
+    def ask(number: int) -> Any:
+        return sampler.sample(
+            types.ModelInput.from_ints(prompts[number]),
+            1,
+            types.SamplingParams(max_tokens=1),
+            include_prompt_logprobs=True,
+            topk_prompt_logprobs=number,
+        )
+
+    alone = [ask(number).result() for number in range(6)]
+    for number, together in enumerate([each.result() for each in [ask(number) for number in range(6)]]):
+        np.testing.assert_allclose(together.prompt_logprobs_np, alone[number].prompt_logprobs_np, atol=1e-4)
+        best = together.topk_prompt_logprobs
+        if number == 0:
+            assert best is None
+            continue
+        assert [[len(row) for row in best[1:]], best[0]] == [[number] * (len(prompts[number]) - 1), None]
+        for row, own in zip(best[1:], alone[number].topk_prompt_logprobs[1:], strict=True):
+            assert [token for token, _ in row] == [token for token, _ in own]
+
+
 def test_a_snapshot_does_not_change_with_training(ann: Any) -> None:
     client = ann.create_lora_training_client(BASE, rank=4).result()
     before = client.save_weights_and_get_sampling_client().result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from rollmill.apps.serve.tinker.losses import (
     make_recipe,
     token_weights,
 )
-from rollmill.apps.serve.tinker.wire import Datum, ForwardRequest, Sampled, TopLogprobs, encode_forward_result
+from rollmill.apps.serve.tinker.wire import Array, Datum, ForwardRequest, Sampled, TopLogprobs, encode_forward_result
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.model import LoRAConfig, ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
@@ -194,6 +195,29 @@ def _total(loss: LossFunction, weights: Tensor, data: Any, logprobs: list[FloatA
     return float(loss(inputs).double().sum())
 
 
+@dataclass(frozen=True, slots=True)
+class PromptQuestion:
+    """A prompt whose log-probs are asked for, with the `top` most probable tokens; of the `last` tokens, or of all."""
+
+    tokens: Array
+    top: int = 0
+    last: int | None = None
+
+    def empty(self) -> PromptLogprobs:
+        """An answer without any number."""
+        shape = len(self.tokens), self.top
+        best = TopLogprobs(np.zeros(shape, np.int32), np.full(shape, EMPTY_LOGPROB, np.float32))
+        return PromptLogprobs(np.full(shape[0], np.nan, np.float32), best)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probs of a prompt's tokens, [N], and the most probable tokens in their places."""
+
+    logprobs: FloatArray
+    top: TopLogprobs
+
+
 class SamplingModel:
     """The base model, or one with a saved adapter, with an engine; it does not change.
 
@@ -242,34 +266,39 @@ class SamplingModel:
         return sampled
 
     @torch.no_grad()
-    def prompt_logprobs(self, prompt: list[int], top: int, last: int | None) -> tuple[FloatArray, TopLogprobs | None]:
-        """Log-probs of a prompt's tokens, and the `top` most probable tokens in their places; NaN for the first token,
-        and for all but the `last` ones."""
-        tokens = np.array(prompt, np.int32)
-        logprobs = np.full(len(tokens), np.nan, np.float32)
-        best = TopLogprobs(
-            np.zeros((len(tokens), top), np.int32), np.full((len(tokens), top), EMPTY_LOGPROB, np.float32)
-        )
-        if len(tokens) > 1:
-            datum = Datum(tokens[:-1], {"target_tokens": tokens[1:]})
-            experiences = make_experiences("cross_entropy", [datum], 0, self.base.vocabulary, self.base.policy.context)
-            table, model = build_token_table(experiences, self.base.policy.device), self._policy.model
-            with evaluation_mode(model):
-                for micro in self._passes.rows(experiences, table, [0]):
-                    with use_packed_attention(model, micro):
-                        hidden_Td = self._passes.hidden(model, micro)
-                        places = micro.tokens.cpu().numpy() + 1
-                        logprobs[places] = self._passes.predict(model, micro, table, hidden_Td)[0].float().cpu().numpy()
-                        if top:
-                            for a in range(0, len(places), _ROWS):
-                                logits = compute_logits(model, hidden_Td[micro.rows[a : a + _ROWS]])
-                                values, ids = torch.log_softmax(logits, -1).topk(top)
-                                best.ids[places[a : a + _ROWS]] = ids.cpu().numpy()
-                                best.logprobs[places[a : a + _ROWS]] = values.cpu().numpy()
-        if last is not None:
-            logprobs[: len(tokens) - last] = np.nan
-            best.logprobs[: len(tokens) - last] = EMPTY_LOGPROB
-        return logprobs, best if top else None
+    def prompt_logprobs(self, asked: Sequence[PromptQuestion]) -> list[PromptLogprobs]:
+        """Log-probs of the tokens of prompts, and the most probable tokens in their places, in passes that several
+        prompts share; NaN for a first token, and for all but the `last` ones."""
+        found = [each.empty() for each in asked]
+        data = [Datum(each.tokens[:-1], {"target_tokens": each.tokens[1:]}) for each in asked if len(each.tokens) > 1]
+        of = [number for number, each in enumerate(asked) if len(each.tokens) > 1]
+        experiences = make_experiences("cross_entropy", data, 0, self.base.vocabulary, self.base.policy.context)
+        table, model = build_token_table(experiences, self.base.policy.device), self._policy.model
+        owner, offsets = table.experience.cpu().numpy(), np.array(table.offsets)
+        top = max((each.top for each in asked), default=0)
+        with evaluation_mode(model):
+            for micro in self._passes.rows(experiences, table, list(range(len(experiences)))):
+                with use_packed_attention(model, micro):
+                    hidden_Td = self._passes.hidden(model, micro)
+                    values = self._passes.predict(model, micro, table, hidden_Td)[0].float().cpu().numpy()
+                    best = [self._best(hidden_Td[rows], top) for rows in micro.rows.split(_ROWS)] if top else []
+                tokens = micro.tokens.cpu().numpy()
+                for at in range(len(tokens)) if top else ():
+                    result = found[of[owner[tokens[at]]]]
+                    ids, logprobs = (each[at % _ROWS][: result.top.ids.shape[1]] for each in best[at // _ROWS])
+                    place = tokens[at] - offsets[owner[tokens[at]]] + 1
+                    result.top.ids[place], result.top.logprobs[place] = ids, logprobs
+                for number in np.unique(owner[tokens]):
+                    mine = owner[tokens] == number
+                    found[of[number]].logprobs[tokens[mine] - offsets[number] + 1] = values[mine]
+        for question, result in zip(asked, found, strict=True):
+            unknown = 0 if question.last is None else len(question.tokens) - question.last
+            result.logprobs[:unknown], result.top.logprobs[:unknown] = np.nan, EMPTY_LOGPROB
+        return found
+
+    def _best(self, hidden_Cd: Tensor, top: int) -> tuple[Any, Any]:
+        values, ids = torch.log_softmax(compute_logits(self._policy.model, hidden_Cd), -1).topk(top)
+        return ids.cpu().numpy(), values.cpu().numpy()
 
 
 EMPTY_LOGPROB = -99999.0

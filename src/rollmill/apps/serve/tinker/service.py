@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from tinker import types
 
@@ -23,6 +24,8 @@ from rollmill.apps.serve.endpoint.protocol import ApiError
 from rollmill.apps.serve.endpoint.service import ServiceLimits
 from rollmill.apps.serve.tinker.adapters import (
     AdapterSettings,
+    PromptLogprobs,
+    PromptQuestion,
     SamplingModel,
     SharedBase,
     TrainedAdapter,
@@ -31,11 +34,10 @@ from rollmill.apps.serve.tinker.adapters import (
 from rollmill.apps.serve.tinker.checkpoints import CheckpointStore, RunInfo, SavedCheckpoint
 from rollmill.apps.serve.tinker.errors import TinkerRequestError
 from rollmill.apps.serve.tinker.promises import Promise, PromiseStore, Result, Turns, answer
-from rollmill.apps.serve.tinker.wire import PROTOBUF, TopLogprobs, decode_forward_request, encode_samples
+from rollmill.apps.serve.tinker.wire import PROTOBUF, decode_forward_request, encode_samples
 from rollmill.apps.serve.web.keys import KeyRateLimiter
 from rollmill.config.rollout import SamplingConfig
 from rollmill.errors import EngineError
-from rollmill.types import FloatArray
 
 ValueT = TypeVar("ValueT")
 _ENGINES = 2
@@ -105,7 +107,9 @@ class TinkerService:
         self._engines: OrderedDict[tuple[Path, Path | None], SamplingModel] = OrderedDict()
         self._busy: dict[tuple[Path, Path | None], int] = {}
         self._joined: dict[str, int] = {}  # further clients of sampling sessions
-        self._loading = asyncio.Lock()
+        self._loading, self._scoring = asyncio.Lock(), asyncio.Lock()
+        self._questions: dict[SamplingModel, list[tuple[PromptQuestion, asyncio.Future[PromptLogprobs]]]] = {}
+        self._answering: set[asyncio.Task[None]] = set()
         self._snapshots = Path(tempfile.mkdtemp(prefix="rollmill-tinker-"))
         self._computing = ThreadPoolExecutor(
             1, "tinker-compute", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
@@ -114,6 +118,7 @@ class TinkerService:
     async def close(self) -> None:
         """Cancel what is under way, and free everything."""
         await self.promises.close()
+        await asyncio.gather(*self._answering, return_exceptions=True)
         for model in self._engines.values():
             await model.engine.close()
         self._computing.shutdown(wait=True, cancel_futures=True)
@@ -413,6 +418,9 @@ class TinkerService:
         prompt, sampling = _prompt(request), _sampling(request, self._base(sampler.base_model))
         seed = request.sampling_params.seed
         chosen = secrets.randbits(62) if seed is None else seed
+        question = PromptQuestion(
+            np.array(prompt, np.int32), request.topk_prompt_logprobs, request.prompt_logprobs_last_n
+        )
         top, endless = request.topk_sample_logprobs, request.sampling_params.stop == []
 
         async def work() -> Result:
@@ -423,18 +431,16 @@ class TinkerService:
                 except EngineError:  # the request fits, so the engine has failed; the next one gets another
                     self._engines.pop(self._key(sampler), None)
                     raise
-                logprobs: tuple[FloatArray | None, TopLogprobs | None] = None, None
+                known: PromptLogprobs | None = None
                 if request.prompt_logprobs or request.topk_prompt_logprobs:
-                    logprobs = await self._compute(
-                        lambda: model.prompt_logprobs(
-                            prompt, request.topk_prompt_logprobs, request.prompt_logprobs_last_n
-                        )
-                    )
+                    known = await self._prompt_logprobs(model, question)
             finally:
                 await self._release(sampler)
             self._count_tokens(self.gauges.prompt_tokens, owner, len(prompt))
             self._count_tokens(self.gauges.completion_tokens, owner, sum(len(each.tokens) for each in sequences))
-            return Result(encode_samples(sequences, *logprobs), PROTOBUF)
+            if known is None:
+                return Result(encode_samples(sequences), PROTOBUF)
+            return Result(encode_samples(sequences, known.logprobs, known.top if question.top else None), PROTOBUF)
 
         number = uuid.uuid4().hex if request.seq_id is None else str(request.seq_id)
         id = f"{sampler.id}:{number}"
@@ -486,6 +492,31 @@ class TinkerService:
             await self._engines.pop(each).engine.close()
 
     # -- helpers -----------------------------------------------------------------------------------------------
+
+    async def _prompt_logprobs(self, model: SamplingModel, question: PromptQuestion) -> PromptLogprobs:
+        """Log-probs of a prompt. Those that are asked for while others are computed are computed together."""
+        answer: asyncio.Future[PromptLogprobs] = asyncio.get_running_loop().create_future()
+        waiting = self._questions.setdefault(model, [])
+        waiting.append((question, answer))
+        if len(waiting) == 1:
+            task = asyncio.ensure_future(self._answer_questions(model))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+        return await answer
+
+    async def _answer_questions(self, model: SamplingModel) -> None:
+        async with self._scoring:
+            asked = self._questions.pop(model)
+            try:
+                found = await self._compute(lambda: model.prompt_logprobs([question for question, _ in asked]))
+            except Exception as error:  # of the requests
+                for _, answer in asked:
+                    if not answer.done():
+                        answer.set_exception(error)
+                return
+        for (_, answer), result in zip(asked, found, strict=True):
+            if not answer.done():
+                answer.set_result(result)
 
     async def _compute(self, work: Callable[[], ValueT]) -> ValueT:
         """Run work in the thread that computes; it is not interrupted once it has begun."""
