@@ -146,7 +146,7 @@ tinker-setup: .venv-tinker/.installed
 	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
 		> "$$(.venv-tinker/bin/python -c 'import site; print(site.getsitepackages()[0])')/rollmill.pth"
 	.venv-tinker/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		tinker==0.38.0 chz==0.4.0 blobfile==3.3.0 pyrage==1.4.0 termcolor==3.3.0 tiktoken
+		tinker==0.38.0 chz==0.4.0 blobfile==3.3.0 pyrage==1.4.0 termcolor==3.3.0 pylatexenc==2.11 tiktoken math-verify
 	.venv-tinker/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
 		tinker-cookbook==0.6.1
 	touch $@

@@ -95,6 +95,8 @@ def test_a_checkpoint_is_a_peft_adapter_and_training_goes_on_from_it(ann: Any, b
     assert logprobs.tolist() == pytest.approx(expected[:7], abs=1e-4)
 
     rest = tinker.RestClient(base_url=str(ann.holder._base_url), api_key=ANN)
+    session = rest.get_session(client.model_id.partition(":")[0]).result()
+    assert client.model_id in session.training_run_ids
     run = rest.get_training_run_by_tinker_path(path).result()
     assert (run.base_model, run.lora_rank, run.user_metadata) == (BASE, 4, {"for": "tests"})
     info = rest.get_weights_info_by_tinker_path(path).result()

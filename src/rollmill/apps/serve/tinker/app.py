@@ -91,7 +91,10 @@ def _add_sessions(app: FastAPI, service: TinkerService) -> None:
         found = service.session(id, caller_of(request.scope).client)
         return _json(
             types.GetSessionResponse(
-                training_run_ids=found.models, sampler_ids=found.samplers, display_name=found.display_name
+                training_run_ids=found.models,
+                sampler_ids=found.samplers,
+                user_metadata=found.user_metadata,
+                display_name=found.display_name,
             )
         )
 

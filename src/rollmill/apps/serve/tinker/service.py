@@ -69,11 +69,10 @@ class TrainingClient:
     turns: Turns = field(default_factory=Turns)
     adapter: TrainedAdapter | None = None
     snapshots: list[Path] = field(default_factory=list)
-    used: float = field(default_factory=time.time)
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class SamplingSession:
     """What a sampling session samples from; without a folder the base model itself."""
 
     id: str
@@ -103,7 +102,7 @@ class TinkerService:
         self.promises = PromiseStore(limits.requests, limits.deadline_s)
         self._sessions: dict[str, TinkerSession] = {}
         self._clients: dict[str, TrainingClient] = {}
-        self._samplers: dict[str, Sampler] = {}
+        self._samplers: dict[str, SamplingSession] = {}
         self._engines: OrderedDict[tuple[Path, Path | None], SamplingModel] = OrderedDict()
         self._busy: dict[tuple[Path, Path | None], int] = {}
         self._joined: dict[str, int] = {}  # further clients of sampling sessions
@@ -206,7 +205,7 @@ class TinkerService:
         found = self._clients.get(id)
         if found is None or found.info.owner != owner:
             raise ApiError(f"there is no model {id!r}; its session may have ended", 404, code="not_found")
-        found.used, found.session.seen = time.time(), time.monotonic()
+        found.session.seen = time.monotonic()
         return found
 
     def _in_turn(
@@ -365,7 +364,7 @@ class TinkerService:
 
     # -- sampling ----------------------------------------------------------------------------------------------
 
-    def create_sampler(self, request: types.CreateSamplingSessionRequest, owner: str) -> Sampler:
+    def create_sampler(self, request: types.CreateSamplingSessionRequest, owner: str) -> SamplingSession:
         """Make a sampling session for a base model, or for a checkpoint. Raises ApiError."""
         session = self.session(request.session_id, owner)
         number = request.sampling_session_seq_id
@@ -390,15 +389,15 @@ class TinkerService:
         run: RunInfo | str,
         path: str | None = None,
         folder: Path | None = None,
-    ) -> Sampler:
+    ) -> SamplingSession:
         name = f"{session.id}:sample:{uuid.uuid4().hex if number is None else number}"
         base_model = run if isinstance(run, str) else run.base_model
         settings = None if isinstance(run, str) else run.settings
-        sampler = self._samplers[name] = Sampler(name, session.owner, base_model, path, settings, folder)
+        sampler = self._samplers[name] = SamplingSession(name, session.owner, base_model, path, settings, folder)
         session.samplers.append(name)
         return sampler
 
-    def sampler(self, id: str, owner: str) -> Sampler:
+    def sampler(self, id: str, owner: str) -> SamplingSession:
         """Find a sampling session. Raises ApiError if there is none."""
         found = self._samplers.get(id)
         if found is None or found.owner != owner:
@@ -446,7 +445,7 @@ class TinkerService:
         id = f"{sampler.id}:{number}"
         return self.promises.make(id, owner, work), [f"{id}:{index}" for index in range(request.num_samples)]
 
-    def _sampler_of(self, request: types.SampleRequest, owner: str) -> Sampler:
+    def _sampler_of(self, request: types.SampleRequest, owner: str) -> SamplingSession:
         if request.sampling_session_id is not None:
             found = self.sampler(request.sampling_session_id, owner)
             session = self._sessions.get(found.id.partition(":")[0])
@@ -456,10 +455,10 @@ class TinkerService:
         name = uuid.uuid4().hex
         if request.model_path is not None:
             saved = self._found(request.model_path, owner)
-            return Sampler(name, owner, saved.run.base_model, saved.path, saved.run.settings, saved.folder)
-        return Sampler(name, owner, request.base_model or "")
+            return SamplingSession(name, owner, saved.run.base_model, saved.path, saved.run.settings, saved.folder)
+        return SamplingSession(name, owner, request.base_model or "")
 
-    async def _engine(self, sampler: Sampler) -> SamplingModel:
+    async def _engine(self, sampler: SamplingSession) -> SamplingModel:
         """The engine of a sampler, which `_release` gives back. Raises TinkerRequestError if its weights are gone."""
         key = self._key(sampler)
         base = self._base(sampler.base_model)
@@ -479,10 +478,10 @@ class TinkerService:
             raise
         return found
 
-    def _key(self, sampler: Sampler) -> tuple[Path, Path | None]:
+    def _key(self, sampler: SamplingSession) -> tuple[Path, Path | None]:
         return self._base(sampler.base_model).folder, sampler.folder
 
-    async def _release(self, sampler: Sampler) -> None:
+    async def _release(self, sampler: SamplingSession) -> None:
         key = self._key(sampler)
         self._busy[key] -= 1
         if not self._busy[key]:
