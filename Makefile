@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: each would compile the modules that it imports where this variable is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough test-simulated-gpu test-simulated-gpu-thorough net fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup templates-setup docs gpu-check gpu-wheels wheels clean
+.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough test-simulated-gpu test-simulated-gpu-thorough net fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup tinker-setup templates-setup docs gpu-check gpu-wheels wheels clean
 
 setup: $(STAMP)
 
@@ -134,6 +134,21 @@ trackers-setup: .venv-trackers/.installed
 		> "$$(.venv-trackers/bin/python -c 'import site; print(site.getsitepackages()[0])')/rollmill.pth"
 	.venv-trackers/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		wandb==0.31.0 mlflow-skinny==3.17.2 alembic==1.20.1 trackio==0.43.0 swanlab==0.10.3 aim==3.29.1
+	touch $@
+
+# The tinker SDK and its cookbook, for the tests of `rollmill serve --tinker`; beside .venv, whose packages it sees. The
+# cookbook comes without its dependencies: it uses tml-renderers, which is on no index in the version that it asks for,
+# with models of one family only.
+tinker-setup: .venv-tinker/.installed
+
+.venv-tinker/.installed: $(STAMP)
+	test -x .venv-tinker/bin/python || $(PYTHON) -m venv .venv-tinker
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+		> "$$(.venv-tinker/bin/python -c 'import site; print(site.getsitepackages()[0])')/rollmill.pth"
+	.venv-tinker/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		tinker==0.38.0 chz==0.4.0 blobfile==3.3.0 pyrage==1.4.0 termcolor==3.3.0 pylatexenc==2.11 tiktoken math-verify
+	.venv-tinker/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		tinker-cookbook==0.6.1
 	touch $@
 
 # Real chat templates for `bench templates`: those that two packages ship; .venv-templates has only them and the licences.

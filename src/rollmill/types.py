@@ -272,10 +272,14 @@ class Experience:
     """`PicturePrompt` of `teacher_prompt`, where that has pictures."""
     routing: RoutingArray | None = field(default=None, metadata={"stored": False})
     """[R, L, k] with R <= T: the experts that the rollout chose for the first R tokens; None if unknown."""
+    targets: IntArray | None = field(default=None, metadata={"stored": False})
+    """[T], or [T, K] for several at a place: tokens whose log-probs are computed where `action_mask` is True; None:
+    those of `token_ids`."""
     trainer_logprobs: FloatArray | None = field(default=None, metadata={"stored": False})
-    """[T], set by the trainer: log-probs in its first pass over the batch; 0 where `action_mask` is False."""
+    """[T], or as `targets`, set by the trainer: log-probs in its first pass over the batch; 0 where `action_mask` is
+    False."""
     entropy: FloatArray | None = field(default=None, metadata={"stored": False})
-    """[T], set by the trainer: entropy of the next-token distribution in the same pass, in nats."""
+    """Of the same shape, set by the trainer: entropy of the next-token distribution in the same pass, in nats."""
 
     @property
     def oldest_version(self) -> int:

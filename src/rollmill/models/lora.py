@@ -133,6 +133,13 @@ def adapter_product(layer: Any) -> Tensor:
     return product
 
 
+def copy_with_same_weights(model: nn.Module) -> nn.Module:
+    """Copies the modules, but not the weights and buffers: adapters of the copy leave the model as it is."""
+    shared: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    twin: nn.Module = copy.deepcopy(model, shared)
+    return twin
+
+
 def merged_model(model: nn.Module) -> nn.Module:
     """Returns an equivalent model without adapters. Weights that are not adapted are shared, not copied."""
     memo: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}

@@ -29,7 +29,7 @@ from rollmill.models.transfers import to_device
 from rollmill.models.vision import PictureSpan, batch_pictures
 from rollmill.trainer.attention import PackedAttention, SegmentLayout
 from rollmill.trainer.distributed.context_parallel import ContextParallelAttention, ContextShare
-from rollmill.types import Experience, ExperienceSource
+from rollmill.types import Experience, ExperienceSource, FloatArray
 
 
 def pack_rows(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
@@ -87,13 +87,23 @@ class TokenTable:
     imitated: Tensor  #: bool
     tempered: bool  #: some temperature is not 1
     offsets: list[int]  #: [N + 1], start of each experience's tokens
-    positions: list[npt.NDArray[Any]]  #: N arrays: index of each action token within its experience
+    positions: list[npt.NDArray[Any]]
+    """N arrays: index of each action token within its experience, repeated where several targets are at a place."""
 
     @property
     def lengths(self) -> Tensor:
         """int64 [N]: action tokens of each experience."""
         counts = np.array([len(each) for each in self.positions], np.int64)
         return to_device([counts], self.experience.device)[0]
+
+    def place(self, i: int, experience: Experience, values: npt.NDArray[Any]) -> FloatArray:
+        """Spreads numbers of the action tokens of experience `i` over its places, with 0 elsewhere: [T], or as its
+        `targets`."""
+        shape = (experience.token_ids if experience.targets is None else experience.targets).shape
+        found = np.zeros(shape, np.float32)
+        places = self.positions[i] if len(shape) == 1 else self.positions[i][:: shape[1]]
+        found[places] = values.reshape(-1, *shape[1:])
+        return found
 
 
 @dataclass(frozen=True)
@@ -151,7 +161,12 @@ class MicroBatch:
 
 def build_token_table(experiences: Sequence[Experience], device: torch.device) -> TokenTable:
     """Collects the action tokens of a batch. A first token is never included, since nothing predicts it."""
-    positions = [np.flatnonzero(e.action_mask[1:]) + 1 for e in experiences]
+    positions: list[npt.NDArray[Any]] = []
+    targets: list[npt.NDArray[Any]] = []
+    for e in experiences:
+        places, wanted = np.flatnonzero(e.action_mask[1:]) + 1, e.token_ids if e.targets is None else e.targets
+        positions.append(places if wanted.ndim == 1 else np.repeat(places, wanted.shape[1]))
+        targets.append(wanted[places].ravel())
     counts = [len(p) for p in positions]
 
     def gather(arrays: list[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -161,7 +176,7 @@ def build_token_table(experiences: Sequence[Experience], device: torch.device) -
     imitated = [e.source is ExperienceSource.EXPERT for e in experiences]
     temperatures = [1.0 if own else e.temperature for own, e in zip(imitated, experiences, strict=True)]
     columns = [
-        gather([e.token_ids for e in experiences], np.int64),
+        np.concatenate([*targets, np.zeros(0, np.int32)]).astype(np.int64),
         gather([e.logprobs for e in experiences], np.float32),
         gather([e.versions for e in experiences], np.int64),
         np.repeat(np.array(temperatures, np.float32), counts),

@@ -59,9 +59,9 @@ class PreparedBatch:
         for i, experience in enumerate(self.experiences):
             own = values[:, self.table.offsets[i] : self.table.offsets[i + 1]]
             if not np.isnan(own).all():
-                found = np.zeros((2, len(experience.token_ids)), np.float32)
-                found[:, self.table.positions[i]] = own
-                experience.trainer_logprobs, experience.entropy = found
+                experience.trainer_logprobs, experience.entropy = (
+                    self.table.place(i, experience, each) for each in own
+                )
 
     def value_metrics(self) -> dict[str, float]:
         """Returns the critic's metrics on the rollouts that count; nothing without a critic."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-
-import numpy as np
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rollmill.algorithms.recipe import Recipe
 from rollmill.errors import TrainingError
@@ -15,6 +14,21 @@ from rollmill.trainer.coefficients import LossCoefficients
 from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.trainer import Trainer
 from rollmill.types import Experience, ExperienceSource, FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """AdamW for one optimizer step. All parameters decay, and a `max_grad_norm` of infinity clips nothing."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+    def options(self) -> dict[str, Any]:
+        """The options of the optimizer's parameter groups."""
+        return {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
 
 class StepwiseTrainer(Trainer):
@@ -33,9 +47,9 @@ class StepwiseTrainer(Trainer):
     ) -> dict[str, float]:
         """Adds the gradients of a batch's loss to those since the last optimizer step; weights do not change.
 
-        Sets each experience's `advantage`. Returns loss and loss/<term> (0 and none where nothing has a gradient),
-        tokens (action tokens), and the token metrics of `step`. The loss of every call has its own denominators, and
-        gradients are added as they are.
+        Sets each experience's `advantage`, `trainer_logprobs` and `entropy`. Returns loss and loss/<term> (0 and none
+        where nothing has a gradient), tokens (action tokens), and the token metrics of `step`. The loss of every call
+        has its own denominators, and gradients are added as they are.
 
         Args:
             version: of the current weights.
@@ -60,14 +74,18 @@ class StepwiseTrainer(Trainer):
             except BaseException:
                 self.discard()
                 raise
+            learned.set_token_details(metrics.token_details(learned.tokens, self.device))
             found = metrics.result() | learned.value_metrics() | self.coefficients.metrics(self.steps)
         self._gradients += 1
         self._measured = {**(self._measured or {}), **found}
         self._rollouts += sum(each.source is ExperienceSource.ROLLOUT for each in experiences)
         return {"loss": 0.0, **totals, **found, "tokens": float(learned.tokens)}
 
-    def optim_step(self) -> dict[str, float]:
+    def optim_step(self, settings: AdamSettings | None = None) -> dict[str, float]:
         """Takes one optimizer step with the gradients since the last one, and counts a training step.
+
+        Args:
+            settings: of this step, in place of the trainer's own settings and schedule.
 
         Returns grad_norm (before clipping), lr, and skipped: 1 if nothing had a gradient, so that no weight changed.
 
@@ -81,9 +99,14 @@ class StepwiseTrainer(Trainer):
             )
         if self.recipe.reset_optimizer:
             self._optimizer.state.clear()
-        lr = self._set_learning_rate()
+        if settings is None:
+            lr, most = self._set_learning_rate(), self.config.max_grad_norm
+        else:
+            lr, most = settings.lr, settings.max_grad_norm
+            for group in self._optimizer.param_groups:
+                group.update(settings.options())
         try:
-            found = self._updates.step()
+            found = self._updates.step(most)
             if self._critic is not None:
                 found |= self._critic.step()
             measured, rollouts = self._measured or {}, self._rollouts
@@ -100,16 +123,14 @@ class StepwiseTrainer(Trainer):
         self._gradients, self._rollouts, self._measured = 0, 0, None
 
     def logprobs(self, experiences: Sequence[Experience]) -> list[FloatArray]:
-        """Returns the policy's log-probs of each experience's action tokens, 0 for other tokens: float32 [T] each."""
+        """Returns the policy's log-probs of each experience's action tokens, 0 for other tokens.
+
+        Float32 [T] each, or as its `targets`.
+        """
         scored = [replace(each, source=ExperienceSource.ROLLOUT) for each in experiences]
         table = build_token_table(scored, self.device)
         values = self._inference.logprobs(scored, table).cpu().numpy()
-        found = []
-        for i, each in enumerate(scored):
-            mine = np.zeros(len(each.token_ids), np.float32)
-            mine[table.positions[i]] = values[table.offsets[i] : table.offsets[i + 1]]
-            found.append(mine)
-        return found
+        return [table.place(i, each, values[table.offsets[i] : table.offsets[i + 1]]) for i, each in enumerate(scored)]
 
     @contextmanager
     def _using(self, recipe: Recipe) -> Iterator[None]:

@@ -86,7 +86,8 @@ class PolicyUpdater:
             TrainingError: a loss or gradient is not finite on any rank; the weights are unchanged.
         """
         self.discard()
-        return {**self.forward_backward(part, metrics, first_pass=first_pass), **self.step()}
+        losses = self.forward_backward(part, metrics, first_pass=first_pass)
+        return {**losses, **self.step(self._passes.config.max_grad_norm)}
 
     def forward_backward(self, part: MiniBatch, metrics: TokenMetrics, *, first_pass: bool) -> dict[str, float]:
         """Adds the gradients of a mini-batch to those since the last step.
@@ -128,9 +129,9 @@ class PolicyUpdater:
         self._pending.append((part, micros))
         return totals
 
-    def step(self) -> dict[str, float]:
+    def step(self, max_norm: float) -> dict[str, float]:
         """Takes one optimizer step with the gradients since the last one; returns grad_norm (of their sum, before it is
-        clipped), or `skipped` if there are none.
+        clipped to `max_norm`), or `skipped` if there are none.
 
         Raises:
             TrainingError: a gradient is not finite on any rank; all are discarded, and the weights are unchanged.
@@ -142,7 +143,7 @@ class PolicyUpdater:
         norm = compute_gradient_norm(grads)
         if not math.isfinite(norm):
             self._blame_gradient()
-        clip_gradients(grads, norm, self._passes.config.max_grad_norm)
+        clip_gradients(grads, norm, max_norm)
         self._optimizer.step()
         self.discard()
         return {"grad_norm": norm}

@@ -165,3 +165,32 @@ def test_a_missing_library_is_named(
     monkeypatch.setitem(sys.modules, library, None)
     assert main(["serve", str(model), "--port", "0"]) == 2
     assert "pip install 'rollmill[serve]'" in capsys.readouterr().err
+
+
+def test_tinker_without_its_library_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tinker", None)
+    for name in [name for name in sys.modules if name.startswith("rollmill.apps.serve.tinker.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["serve", "--tinker", str(model), "--port", "0"]) == 2
+    assert "pip install 'rollmill[tinker]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--tinker", "--step", "1"), "do not work with --tinker"),
+        (("--tinker", "--record", "kept"), "do not work with --tinker"),
+        (("--tinker", "--base", "name"), "--base name: expected NAME=FOLDER"),
+        (("--tinker", "--key", "sk-mine"), "begin with tml-"),
+        (("--base", "name=folder"), "only with --tinker"),
+        (("--checkpoints", "folder"), "only with --tinker"),
+        (("--precision", "fp32"), "only with --tinker"),
+    ],
+)
+def test_options_of_tinker_have_an_effect(
+    options: tuple[str, ...], reason: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(model), "--port", "0", *options]) == 2
+    assert reason in capsys.readouterr().err

@@ -23,6 +23,7 @@ KEY_VARIABLE = "ROLLMILL_SERVE_KEY"
 PORT, HOST = 8770, "127.0.0.1"
 CLIENT = "default"
 """Name of the client with the only key."""
+TINKER_CHECKPOINTS = Path("runs/tinker")
 
 
 _KEY_HELP = f"The API key (default: ${KEY_VARIABLE}, else a new one, which is printed)."
@@ -40,6 +41,25 @@ Step = Annotated[int | None, typer.Option("--step", help="Step of a run's checkp
 Train = Annotated[bool, typer.Option("--train", help="Train on committed sessions (`workflow: live_requests`).")]
 Record = Annotated[
     Path | None, typer.Option("--record", metavar="DIR", help="Write committed sessions to DIR/rollouts.")
+]
+Tinker = Annotated[
+    bool, typer.Option("--tinker", help="Serve the interface of the tinker SDK: clients train LoRA adapters.")
+]
+Bases = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--base",
+        metavar="NAME=FOLDER",
+        help="With --tinker: a name that clients give, and the model's folder; may be repeated.",
+    ),
+]
+Checkpoints = Annotated[
+    Path | None,
+    typer.Option("--checkpoints", metavar="DIR", help="With --tinker: for what clients save (default: runs/tinker)."),
+]
+Precision = Annotated[
+    Literal["auto", "fp32", "bf16"] | None,
+    typer.Option("--precision", help="With --tinker: of training and sampling (default: auto, the faster one)."),
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="With --train: the run directory (default: runs/NAME).")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="With --train: override a key.")]
@@ -86,6 +106,10 @@ def command(
     step: Step = None,
     train: Train = False,
     record: Record = None,
+    tinker: Tinker = False,
+    bases: Bases = None,
+    checkpoints: Checkpoints = None,
+    precision: Precision = None,
     out: Out = None,
     overrides: Set = None,
     requests: Requests = 256,
@@ -103,10 +127,12 @@ def command(
 ) -> None:
     """Serve a model through an OpenAI-compatible API; record sessions, and optionally train on them."""
     _check_for_training(train, (record, step, threads, device), (overrides or None, out))
+    named = _bases(tinker, model, name, bases)
+    _check_for_tinker(tinker, (train or None, record, step, chat_template_kwargs), (bases, checkpoints, precision))
     from rollmill.apps.serve.web import ConnectionLimits, is_loopback, open_listener, server_url
 
     switches = _switches(chat_template_kwargs)
-    keys, new = _keys(key, keys_file, no_key, is_loopback(host))
+    keys, new = _keys(key, keys_file, no_key, is_loopback(host), "tml" if tinker else "sk")
     if not is_loopback(host):
         print(f"warning: other machines can reach {host}, and the traffic is not encrypted", file=sys.stderr)
     listener = open_listener(host, port)
@@ -115,7 +141,9 @@ def command(
         print(f"API key, shown once: {new}", flush=True)
 
     def ready() -> None:
-        print(f"serving {model}: {server_url(host, listener)}/v1 (Ctrl-C ends)", flush=True)
+        url = server_url(host, listener)
+        shown = f"TINKER_BASE_URL={url}" if tinker else f"{url}/v1"
+        print(f"serving {model}: {shown} (Ctrl-C ends)", flush=True)
 
     def place() -> ServerAddress:
         from rollmill.apps.serve.endpoint.middleware import AccessRules
@@ -134,11 +162,15 @@ def command(
         import torch
 
         from rollmill.apps.serve.serving import serve_checkpoint
+        from rollmill.apps.serve.tinker.server import serve_tinker
         from rollmill.trackers.console import print_or_drop
 
     torch.set_num_threads(threads or 1)
     with interrupted_by_signals():
-        serve_checkpoint(model, place(), step=step, record=record, device=device or "auto")
+        if tinker:
+            serve_tinker(named, place(), checkpoints or TINKER_CHECKPOINTS, device or "auto", precision or "auto")
+        else:
+            serve_checkpoint(model, place(), step=step, record=record, device=device or "auto")
     print_or_drop("ended", sys.stderr)  # SIGHUP comes because the terminal is gone
 
 
@@ -180,7 +212,28 @@ def _check_for_training(train: bool, without: Sequence[object], only: Sequence[o
         raise ConfigError("--set and --out are honoured only with --train")
 
 
-def _keys(given: str | None, file: Path | None, none: bool, loopback: bool) -> tuple[KeyRing | None, str | None]:
+def _bases(tinker: bool, model: Path, name: str | None, given: Sequence[str] | None) -> dict[str, Path]:
+    """The models of `--tinker` by their names. Raises ConfigError."""
+    found = {name or model.absolute().name.removesuffix(".yaml"): model}
+    for each in given or ():
+        key, equals, folder = each.partition("=")
+        if not (key and equals and folder):
+            raise ConfigError(f"--base {each}: expected NAME=FOLDER")
+        found[key] = Path(folder)
+    return found
+
+
+def _check_for_tinker(tinker: bool, without: Sequence[object], only: Sequence[object]) -> None:
+    """Check that every given option has an effect. Raises ConfigError."""
+    if tinker and any(each is not None for each in without):
+        raise ConfigError("--train, --record, --step and --chat-template-kwargs do not work with --tinker")
+    if not tinker and any(each is not None for each in only):
+        raise ConfigError("--base, --checkpoints and --precision are honoured only with --tinker")
+
+
+def _keys(
+    given: str | None, file: Path | None, none: bool, loopback: bool, prefix: str
+) -> tuple[KeyRing | None, str | None]:
     """Return the keys of clients, None if the server needs none; and the key that was made here, to be shown."""
     from rollmill.apps.serve.web.keys import KEYS_VARIABLE, KeyRing, given_keys, make_key
 
@@ -198,5 +251,7 @@ def _keys(given: str | None, file: Path | None, none: bool, loopback: bool) -> t
             print(f"warning: other users can read the keys in {file}; run `chmod 600 {file}`", file=sys.stderr)
         return several, None
     known = given or os.environ.get(KEY_VARIABLE)
-    new = None if known else f"sk-{secrets.token_urlsafe(24)}"
+    if known and prefix == "tml" and not known.startswith("tml-"):
+        raise ConfigError("--tinker: the tinker SDK takes keys that begin with tml- only; give another key")
+    new = None if known else f"{prefix}-{secrets.token_urlsafe(24)}"
     return KeyRing([make_key(CLIENT, known or new or "")]), new

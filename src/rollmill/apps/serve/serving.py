@@ -8,7 +8,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -241,16 +241,21 @@ def _run_switches(source: Path) -> Switches:
 async def _serve(
     policy: PolicyModel, engine: RolloutEngine, sampling: SamplingConfig, place: ServerAddress, sink: SessionSink | None
 ) -> None:
+    await until_signal(_served(policy, engine, sampling, place, sink))
+    await engine.close()
+
+
+async def until_signal(serving: AbstractAsyncContextManager[None]) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP; a second signal stops at once."""
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     previous = {number: signal.getsignal(number) for number in ending_signals()}
     for number in previous:
         loop.add_signal_handler(number, ended.set)
-    async with _served(policy, engine, sampling, place, sink):
+    async with serving:
         await ended.wait()
-        for number, handler in previous.items():  # a second signal stops at once
+        for number, handler in previous.items():
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
-    await engine.close()
 
 
 @asynccontextmanager

@@ -251,4 +251,4 @@ def build_sequence_group(
 ) -> SequenceGroup:
     """Build the group of a request. Raises EngineError for one that cannot be served."""
     limit, stops = max_new_tokens_for(request, context), stop_matcher_for(request, tokenizer)
-    return SequenceGroup(request, limit, eos_ids | frozenset(request.sampling.stop_token_ids), stops, tokenizer)
+    return SequenceGroup(request, limit, request.end_ids(eos_ids), stops, tokenizer)

@@ -184,13 +184,13 @@ def build_vllm_sequence_group(
     request: GenerationRequest, tokenizer: Any, eos_ids: frozenset[int], context: int
 ) -> VLLMSequenceGroup:
     """Build the group of a request. Raises EngineError for one that cannot be served."""
-    sampling, limit = request.sampling, max_new_tokens_for(request, context)
+    limit = max_new_tokens_for(request, context)
     if any(request.drafts) or request.record_top:
         raise UnsupportedRequestError(f"{request.id}: vLLM takes no drafts; use engine `native`")
     if request.new_processor is not None:
         raise UnsupportedRequestError(f"{request.id}: vLLM takes no logits processors; use engine `native`")
     stops = stop_matcher_for(request, tokenizer)
-    return VLLMSequenceGroup(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops, tokenizer)
+    return VLLMSequenceGroup(request, limit, request.end_ids(eos_ids), stops, tokenizer)
 
 
 def _truncation(request: GenerationRequest) -> dict[str, float]:

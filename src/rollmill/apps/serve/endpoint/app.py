@@ -66,7 +66,7 @@ def make_app(service: EndpointService, rules: AccessRules) -> EndpointMiddleware
     """Build the application, behind its access rules."""
     app = FastAPI(title="rollmill serve", description=_ABOUT, docs_url=None, redoc_url=None, responses=_FAILS)
     app.router.route_class = _threaded_route(service)
-    _add_errors(app)
+    add_errors(app)
     _add_completions(app, service)
     _add_messages(app, service)
     _add_state(app, service)
@@ -89,7 +89,7 @@ def _threaded_route(service: EndpointService) -> type[APIRoute]:
                 if kind != "application/json":
                     raise ApiError("send Content-Type: application/json", code="invalid_request")
                 raw = await request.body()
-                body = await service.converted(len(raw), lambda: _parsed(model, raw))
+                body = await service.converted(len(raw), lambda: parse_body(model, raw))
                 found = await self.endpoint(body=body, request=request)
                 return found if isinstance(found, Response) else JSONResponse(found.model_dump())
 
@@ -98,7 +98,7 @@ def _threaded_route(service: EndpointService) -> type[APIRoute]:
     return _ThreadedRoute
 
 
-def _parsed(model: type[BaseModel], raw: bytes) -> BaseModel:
+def parse_body(model: type[BaseModel], raw: bytes) -> BaseModel:
     """Parse a body. Raises ApiError that names up to five wrong fields."""
     try:
         return model.model_validate(json.loads(raw))
@@ -111,7 +111,9 @@ def _parsed(model: type[BaseModel], raw: bytes) -> BaseModel:
         raise ApiError(f"the body is not JSON: {text}", code="invalid_request") from None
 
 
-def _add_errors(app: FastAPI) -> None:
+def add_errors(app: FastAPI) -> None:
+    """Answer requests that are refused or fail in the format of the protocol that their path belongs to."""
+
     @app.exception_handler(RequestRefusedError)
     async def refused(request: Request, error: RequestRefusedError) -> Response:
         return _refusal(request, ApiError.of(error))

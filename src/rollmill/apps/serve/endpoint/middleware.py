@@ -101,6 +101,9 @@ class EndpointMetrics:
 class EndpointMiddleware(GuardMiddleware):
     """Applies the rules of one endpoint, and counts its requests."""
 
+    routes: frozenset[str] = _ROUTES  #: paths that metrics tell apart
+    without_key: tuple[str, ...] = _OPEN
+
     def __init__(
         self, app: ASGIApp, rules: AccessRules, gauges: EndpointMetrics, rates: KeyRateLimiter, most_bytes: int
     ) -> None:
@@ -118,7 +121,7 @@ class EndpointMiddleware(GuardMiddleware):
     def answered(self, scope: Scope, start: ASGIMessage) -> None:
         path = scope["path"]
         of_response = path.startswith("/v1/responses/") and path.count("/") == 3
-        route = path if path in _ROUTES else "/v1/responses/ID" if of_response else "other"
+        route = path if path in self.routes else "/v1/responses/ID" if of_response else "other"
         caller: Caller | None = scope.get(_CALLER)
         self._gauges.requests.labels(route, start["status"], "" if caller is None else caller.client).inc()
         start["headers"] = [*start.get("headers", []), (b"x-content-type-options", b"nosniff")]
@@ -157,7 +160,7 @@ class EndpointMiddleware(GuardMiddleware):
         """The client's name, and the session in its API key. Raises ApiError if the key is wrong."""
         key, colon, session = shown.partition(":")
         named = [session] if colon else []
-        if self._rules.keys is None or path in _OPEN:
+        if self._rules.keys is None or path in self.without_key:
             return ANYONE, named
         if (found := self._rules.keys.find(key)) is None:
             text = "the API key is wrong or missing; send `Authorization: Bearer KEY`, or KEY:SESSION"
