@@ -90,6 +90,7 @@ def build_vllm(
             "weights": str(use.weights or folder / "weights"),
             "folder": str(folder),
             "names": {} if processor is None else checkpoint_names(policy.model),
+            "name": use.reader or "vLLM",
         },
         threads=torch.get_num_threads(),
         deadline_s=section.deadline_s,
