@@ -21,6 +21,7 @@ from rollmill.models.lora import merged_weights
 from rollmill.models.routing import routing_shape
 from rollmill.registry import build_component
 from rollmill.weights import InPlacePublisher, SharedMemorySender, TransferPublisher, WeightPublisher
+from rollmill.weights.buckets import ShardedWeights
 from rollmill.weights.cuda_ipc import IPCSender
 from rollmill.weights.layout import CRC32, XXH3
 
@@ -72,7 +73,7 @@ def replays_routing(config: StageConfig, model: nn.Module) -> bool:
 class WeightOwner(Protocol):
     """A trainer, whose ranks may hold parts of the weights."""
 
-    def sharded_weights(self) -> Mapping[str, torch.Tensor] | None:
+    def sharded_weights(self) -> ShardedWeights | None:
         """The weights, where ranks hold parts of them, or will; None: the policy's model has them."""
 
     def gather_policy(self) -> None:

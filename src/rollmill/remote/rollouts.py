@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -34,6 +34,7 @@ from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout.base import OnGenerated, PartialRollout
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.trackers.trace import Trace
+from rollmill.trainer.distributed.spec import strip_weights
 from rollmill.types import Experience, Task
 from rollmill.waiting import OUTAGES
 from rollmill.weights import BroadcastSender, FolderSender, SharedMemorySender, WeightSender, shared_memory_folder
@@ -111,11 +112,15 @@ class RemoteRollouts:
         self._takes_ipc = set[str]()  # explorers that have answered since they were last awaited in vain
         self.engine, place, self._sender = self._open(stage)
         self._ipc = open_ipc(fleet.transport, context, policy, self._name)
+        sent = policy
+        if self._trainer.sharded_weights() is not None:  # weights in parts come by the transport only
+            model: Any = strip_weights(policy.model)
+            sent = replace(policy, model=model)
         examples = [task for task in stage.tasks.training.tasks if task.response is not None]
         self._setup = fleet.share(
             WorkerSetup(
                 config.model_dump_json(),
-                policy,
+                sent,
                 context.precision,
                 context.threads,
                 list(context.plugins),

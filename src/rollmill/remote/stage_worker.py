@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rollmill.registry import import_file
 from rollmill.remote.explorer_memory import ExplorerMemory
 from rollmill.rollout import Explorer
 from rollmill.trackers.trace import Span, Trace
+from rollmill.trainer.distributed.spec import allocate_weights
 from rollmill.types import Experience, StopReason, Task
 from rollmill.waiting import OUTAGES
 from rollmill.weights import (
@@ -116,8 +117,11 @@ class StageWorker:
         self._setup, self._policy, device = setup, setup.policy, setup.policy.device
         stage = self._stage_of(setup.stage_json)
         self._reads_itself = engine_reads_weights(stage, setup.transport, self._policy)
-        if not self._reads_itself:
-            self._policy.model.to(device)  # from host memory, if the trainer's ranks hold parts of it
+        if not self._reads_itself and any(each.is_meta for each in self._policy.model.parameters()):
+            model: Any = allocate_weights(self._policy.model, device)  # the trainer's ranks hold parts of the weights
+            self._policy = replace(self._policy, model=model)
+        elif not self._reads_itself:
+            self._policy.model.to(device)
         place = Path(setup.weights_address) if self._reads_itself else None
         self._engine = build_engine(self._policy, stage, setup.precision, place, reader=setup.name)
         self._device, self._takes_ipc = device, device.type == "cuda" and sender_is_here(setup.ipc)
