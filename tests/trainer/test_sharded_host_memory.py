@@ -23,10 +23,11 @@ import rollmill
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.launch import resume
 from rollmill.models import merged_checkpoint
+from rollmill.models.attention import find_cached_layers
 from rollmill.models.from_scratch import init_model, save_policy, train_tokenizer
 from rollmill.models.load import load_policy
 from rollmill.models.merged_checkpoint import save_gathered
-from rollmill.models.storage import StoredParameter, read_stored
+from rollmill.models.storage import StoredParameter, is_stored, read_stored, zeros_for_stored
 from rollmill.orchestrator.manifest import find_damage
 from rollmill.trainer.parity import load_verified_policy
 from rollmill.weights.buckets import ShardedWeights
@@ -209,6 +210,10 @@ def test_weights_that_stay_in_files_are_those_that_are_loaded(
         for name, each in made[1].named_parameters():
             assert read[name].dtype == each.dtype == dtype
             assert torch.equal(read[name], each)
+    with zeros_for_stored(made[0]):
+        assert find_cached_layers(made[0].model) == find_cached_layers(made[1].model)
+    assert is_stored(made[0])
+    assert all(each.untyped_storage().nbytes() == 0 for each in made[0].parameters() if each.ndim > 1)
     for (_, one), (_, other) in zip(made[0].named_buffers(), made[1].named_buffers(), strict=True):
         assert torch.equal(one, other)
 

@@ -13,6 +13,7 @@ import mmap
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,23 @@ def leave_in_files(model: nn.Module, dtype: torch.dtype) -> None:
 def is_stored(model: nn.Module) -> bool:
     """True if parameters are still in files."""
     return any(isinstance(each, StoredParameter) and each.source is not None for each in model.parameters())
+
+
+@contextmanager
+def zeros_for_stored(model: nn.Module) -> Iterator[None]:
+    """Context in which parameters that are still in files are zeros without memory, to see what a model calls."""
+    stored = [
+        (each, each.data)
+        for each in model.parameters()
+        if isinstance(each, StoredParameter) and each.source is not None
+    ]
+    for each, empty in stored:
+        each.data = torch.zeros((), dtype=empty.dtype).expand(empty.shape)
+    try:
+        yield
+    finally:
+        for each, empty in stored:
+            each.data = empty
 
 
 def take_copy(model: nn.Module) -> nn.Module:
