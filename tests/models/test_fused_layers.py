@@ -14,6 +14,7 @@ from rollmill.engines.native import NativeEngine
 from rollmill.models import fused_layers
 from rollmill.models.attention import build_forward_inputs, use_attention_context
 from rollmill.models.fused_layers import build_fused_layers
+from rollmill.trainer.model_setup import set_gradient_checkpointing
 from rollmill.types import Completion
 
 SMALL = {
@@ -140,3 +141,10 @@ def test_bf16_logits_are_as_close_to_fp32_as_those_of_the_model() -> None:
     exact = logits_of(False)
     model.bfloat16()
     assert (logits_of(True) - exact).abs().mean() < 1.2 * (logits_of(False) - exact).abs().mean()
+
+
+def test_gradient_checkpointing_leaves_the_passes_of_the_engine_as_they_are() -> None:
+    """transformers adds a hook to the embeddings, as a changed model would have one."""
+    model = random_model("qwen3")
+    set_gradient_checkpointing(model, True)
+    assert build_fused_layers(model, 256) is not None

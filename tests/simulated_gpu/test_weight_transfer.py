@@ -25,6 +25,7 @@ from rollmill.weights import (
     buckets,
 )
 from rollmill.weights.buckets import load_tensors, pack_block
+from rollmill.weights.cuda_ipc import IPCSender
 from rollmill.weights.layout import BlockLayout
 from rollmill.weights.vllm_extension import SharedWeightsExtension
 
@@ -152,28 +153,33 @@ class Process:
         self.process.join(20)
 
 
-def publish(sender: SharedMemorySender, version: int, engine: Process) -> None:
-    """Tell the engine of a version, and send it."""
-    assert sender.open_ipc(weights(version))
-    engine.pipe.send(version)
-    sender.send(version, weights(version), readers_told=True)
+class Sender:
+    """Tells an engine of a version, and sends it."""
+
+    def __init__(self, path: Path) -> None:
+        self.sender = SharedMemorySender(path, weights(0), dtype=torch.bfloat16)
+        self.ipc = IPCSender(path, torch.device("cuda", 0))
+
+    def publish(self, version: int, engine: Process) -> None:
+        assert self.ipc.offer(version, weights(version), ["vLLM"])
+        engine.pipe.send(version)
+        self.sender.send(version, weights(version), self.ipc)
 
 
 @pytest.fixture
-def sender(tmp_path: Path) -> Iterator[SharedMemorySender]:
-    made = SharedMemorySender(tmp_path / "w", weights(0), dtype=torch.bfloat16, device=torch.device("cuda", 0))
+def sender(tmp_path: Path) -> Iterator[Sender]:
+    made = Sender(tmp_path / "w")
     yield made
-    made.close()
+    made.sender.close()
+    made.ipc.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_takes_versions_by_ipc(
-    tmp_path: Path, sender: SharedMemorySender, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_takes_versions_by_ipc(tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Process(monkeypatch, loads, tmp_path / "w", "", gpu=0)
     assert engine.got() == "ready"
     for version in (1, 2, 3):
-        publish(sender, version, engine)
+        sender.publish(version, engine)
         assert engine.got() == (version, "ipc", True)
     engine.end()
     assert engine.process.exitcode == 0
@@ -192,12 +198,12 @@ def test_an_engine_takes_versions_by_ipc(
     ],
 )
 def test_who_cannot_map_the_memory_says_why_and_reads_the_host_s(
-    tmp_path: Path, sender: SharedMemorySender, monkeypatch: pytest.MonkeyPatch, habit: str, gpu: int, why: str
+    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch, habit: str, gpu: int, why: str
 ) -> None:
     engine = Process(monkeypatch, loads, tmp_path / "w", habit, gpu=gpu)
     assert engine.got() == "ready"
     for version in (1, 2):
-        publish(sender, version, engine)
+        sender.publish(version, engine)
         loaded, how, right = engine.got()
         assert (loaded, right) == (version, True)
         assert why in how
@@ -205,11 +211,11 @@ def test_who_cannot_map_the_memory_says_why_and_reads_the_host_s(
 
 
 def test_who_is_killed_amid_a_version_leaves_it_to_the_next(
-    tmp_path: Path, sender: SharedMemorySender, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying = Process(monkeypatch, loads, tmp_path / "w", "dies between", gpu=0)
     assert dying.got() == "ready"
-    publish(sender, 1, dying)
+    sender.publish(1, dying)
     dying.process.join(20)
     assert dying.process.exitcode == -signal.SIGKILL
     late = Process(monkeypatch, loads, tmp_path / "w", "", gpu=0)
@@ -219,7 +225,7 @@ def test_who_is_killed_amid_a_version_leaves_it_to_the_next(
     assert receiver.receive(into) == 1
     assert equal(into, 1)
     receiver.close()
-    publish(sender, 2, late)
+    sender.publish(2, late)
     assert late.got() == (2, "ipc", True)
     late.end()
 

@@ -145,6 +145,7 @@ class EngineUse:
     weights: Path | None = None
     """Place of weights that somebody shares already, for an engine in another process; None: `build_publisher` shares
     them at the engine's `weights_path`."""
+    reader: str = ""  #: what the sender of those weights knows the engine by
 
 
 class RolloutEngine(Protocol):

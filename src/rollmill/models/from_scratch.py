@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -29,8 +29,11 @@ from transformers.utils import logging as transformers_logging
 from rollmill.config.model import NewModelConfig, TokenizerConfig
 from rollmill.files import share_files
 from rollmill.models.lora import ADAPTER_FOLDER, has_lora, save_adapter
-from rollmill.models.merged_checkpoint import save_merged
+from rollmill.models.merged_checkpoint import save_gathered, save_merged
 from rollmill.models.vision import picture_processor
+
+if TYPE_CHECKING:
+    from rollmill.weights.buckets import ShardedWeights
 
 _CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "gemma": GemmaConfig}
 
@@ -67,7 +70,12 @@ class _Vocabulary:
         return self._size
 
 
-def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+def save_policy(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    weights: ShardedWeights | None = None,
+) -> None:
     """Writes a Hugging Face directory (safetensors, generation_config.json, tokenizer).
 
     With LoRA the weights are the merged ones, and `adapter/` holds the adapters. A vision-language model brings its
@@ -76,6 +84,9 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dire
     transformers' AutoTokenizer replaces a generic tokenizer (one we trained) by its own for architecture qwen2; load it
     as PreTrainedTokenizerFast there.
 
+    Args:
+        weights: of a model that has none, since ranks hold parts of them.
+
     Raises:
         OSError: (or safetensors' own error) the directory cannot be written.
     """
@@ -83,6 +94,8 @@ def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, dire
         if has_lora(model):
             save_adapter(model, directory / ADAPTER_FOLDER)
             save_merged(model, directory)
+        elif weights is not None:
+            save_gathered(model, weights, directory)
         else:
             model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)

@@ -33,7 +33,7 @@ from rollmill.models.from_scratch import build_new_meta_model, init_model, silen
 from rollmill.models.gguf import find_gguf, forget_quantization, hide_progress, pretrained_source
 from rollmill.models.hf_forward import picture_prompts
 from rollmill.models.lora import BASE_FOLDER, add_lora
-from rollmill.models.merged_checkpoint import stored_tensors
+from rollmill.models.merged_checkpoint import stored_tensors, stored_type
 from rollmill.models.quantization import Quantization, quantize_linears
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.storage import ensure_own_memory, narrow_weights
@@ -73,6 +73,7 @@ def load_policy(
     device: torch.device,
     pictures: bool = False,
     dtype: torch.dtype = torch.float32,
+    stays_in_files: bool = False,
 ) -> PolicyModel:
     """Loads the checkpoint folder or GGUF file `config.path`, or builds the model described by `config.new`.
 
@@ -83,18 +84,24 @@ def load_policy(
         device: device of the weights.
         pictures: accept a vision-language model, whose model and tokenizer then have a `picture_processor`.
         dtype: float32 or bfloat16; adapters are float32 whatever it is.
+        stays_in_files: weights are in the memory of the folder's files where these allow it, and in their type;
+            `device` is the CPU. See `leave_in_files`.
 
     Raises:
         ModelError: the folder is not a causal language model with weights and a matching tokenizer.
     """
+    stored = None
     if isinstance(config.path, Path):
-        model, tokenizer = _read(config.path, config.trust_remote_code, pictures, dtype, config.quantization)
+        stays = stays_in_files and config.lora is None and config.quantization is None
+        stored = stored_type(config.path, dtype) if stays else None
+        trust = config.trust_remote_code
+        model, tokenizer = _read(config.path, trust, pictures, dtype, config.quantization, stored)
         where = str(config.path)
     else:
         new = config.new or NewModelConfig()
         tokenizer = train_tokenizer(new.tokenizer, texts() if callable(texts) else texts)
         model, where = init_model(new, tokenizer, seed), "the new model"
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and stored is None:
         narrow_weights(model)
     if config.lora is not None:
         add_lora(model, config.lora, seed)
@@ -219,7 +226,13 @@ def _read(
     pictures: bool = False,
     dtype: torch.dtype = torch.float32,
     quantization: Quantization | None = None,
+    stored: torch.dtype | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Reads a model and its tokenizer.
+
+    Args:
+        stored: the type of all weights in the files, in which they stay there.
+    """
     place, options = _check_source(folder, trust)
     options["trust_remote_code"] = trust
     with silence_transformers(), hide_progress() if "gguf_file" in options else nullcontext():
@@ -230,7 +243,7 @@ def _read(
         tokenizer = _read_or_model_error(lambda: read_tokenizer(place, options), folder, "the tokenizer")
         model, info = _read_or_model_error(
             lambda: (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
-                place, config=config, dtype=dtype, output_loading_info=True, **options
+                place, config=config, dtype=stored or dtype, output_loading_info=True, **options
             ),
             folder,
             "the weights",
@@ -243,6 +256,8 @@ def _read(
             )
             setattr(model, "picture_processor", processor)  # noqa: B010  (an attribute that transformers does not know)
             setattr(tokenizer, "picture_processor", processor)  # noqa: B010
+    if stored not in (None, dtype) and any(buffer.dtype == stored for buffer in model.buffers()):
+        return _read(folder, trust, pictures, dtype, quantization)  # buffers would be rounded
     forget_quantization(model)
     _check_weights(model, info, folder)
     _check_vocabulary(model, tokenizer, folder)
@@ -250,7 +265,12 @@ def _read(
         _check_layout(model, folder)
         quantize_linears(model, quantization)
         setattr(model, BASE_FOLDER, folder)
-    ensure_own_memory(model.parameters())
+    if stored is None:
+        ensure_own_memory(model.parameters())
+        return model, tokenizer
+    for part in (model.config, model.config.get_text_config(), getattr(model.config, "vision_config", None)):
+        if part is not None:
+            part.dtype = dtype
     return model, tokenizer
 
 

@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollmill.errors import CheckpointError, DamagedCheckpointError, describe_read_error
 from rollmill.files import make_durable_folder, read_json_object, sync
@@ -30,6 +30,9 @@ from rollmill.orchestrator.manifest import (
     write_manifest,
 )
 from rollmill.orchestrator.state import RunState
+
+if TYPE_CHECKING:
+    from rollmill.weights.buckets import ShardedWeights
 
 FOLDER = "checkpoints"
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD, and the flag of Linux's renameat2
@@ -66,12 +69,14 @@ class Checkpoints:
         trainer: dict[str, Any],
         machine: dict[str, Any],
         export: Callable[[Path], None] | None = None,
+        weights: ShardedWeights | None = None,
     ) -> Path:
         """Write the checkpoint of a step. Another one of the same step is replaced when the new one is complete.
 
         Args:
             machine: contents of machine.json, which are lost with that file otherwise.
             export: writes what a stage produces besides the policy into the folder.
+            weights: of a model that has none, since ranks hold parts of them.
 
         Raises:
             CheckpointError: the disk is full or not writable; older checkpoints are untouched.
@@ -85,7 +90,7 @@ class Checkpoints:
         try:
             make_durable_folder(self.folder)
             shutil.rmtree(temporary, ignore_errors=True)
-            save_policy(model, tokenizer, temporary)
+            save_policy(model, tokenizer, temporary, weights)
             if export is not None:
                 export(temporary)
             with (temporary / TRAINER).open("wb") as file:  # Python's files report why a write fails
@@ -105,8 +110,11 @@ class Checkpoints:
             ) from error
         return final
 
-    def read(self, step: int) -> tuple[RunState, dict[str, Any]]:
+    def read(self, step: int, *, mapped: bool = False) -> tuple[RunState, dict[str, Any]]:
         """Read state and trainer state. Call it inside `verifying`, which finds damage.
+
+        Args:
+            mapped: leave the trainer's tensors in the file's memory, since no rank holds all of them.
 
         Raises:
             DamagedCheckpointError: a file is missing.
@@ -120,7 +128,7 @@ class Checkpoints:
         require_manifest(path)
         try:
             state = read_state(path)
-            trainer = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
+            trainer = torch.load(path / TRAINER, map_location="cpu", weights_only=True, mmap=mapped)
         except CheckpointError:
             raise
         except Exception as error:

@@ -86,6 +86,8 @@ class Checkpointing(LoopCallback):
         if is_last:
             await stage.snapshot()
             kept = stage.trainer_state() | finished_entry(stage.state, stage.config)
+        else:
+            stage.trainer.gather_policy()  # what the next stage trains
         self._state.stage += 1
         self._state.current = StageState(stores=stage.state.stores)
         self._write(kept, stage)
@@ -108,11 +110,12 @@ class Checkpointing(LoopCallback):
         state.seconds[name] = state.seconds.get(name, 0.0) + now - self._counted_until
         self._counted_until = now
         self._context.set_activity(f"write the checkpoint of step {state.step}")
-        stage.load_for_export()
+        weights = stage.load_for_export()
         self._monitor.sync()  # a checkpoint that survives a power failure needs the records of its steps
         self._evaluations.sync()
         policy, machine = self._policy, self._context.machine
         export = partial(stage.trainer.export, policy=policy)
-        self.checkpoints.write(state.step, policy.model, policy.tokenizer, state.to_json(), trainer, machine, export)
+        model, tokenizer = policy.model, policy.tokenizer
+        self.checkpoints.write(state.step, model, tokenizer, state.to_json(), trainer, machine, export, weights)
         self.prune()
         self._control.checkpointed(self.checkpoints.path(state.step))

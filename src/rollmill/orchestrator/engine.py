@@ -21,11 +21,19 @@ from rollmill.models.lora import merged_weights
 from rollmill.models.routing import routing_shape
 from rollmill.registry import build_component
 from rollmill.weights import InPlacePublisher, SharedMemorySender, TransferPublisher, WeightPublisher
+from rollmill.weights.buckets import ShardedWeights
+from rollmill.weights.cuda_ipc import IPCSender
 from rollmill.weights.layout import CRC32, XXH3
 
 
 def build_engine(
-    policy: PolicyModel, config: StageConfig, precision: str, weights: Path | None = None, *, trained_on: bool = True
+    policy: PolicyModel,
+    config: StageConfig,
+    precision: str,
+    weights: Path | None = None,
+    *,
+    trained_on: bool = True,
+    reader: str = "",
 ) -> RolloutEngine:
     """Build the engine that `config.engine` names; it computes in `precision` (bf16 or fp32). A stage that generates
     nothing gets the native one.
@@ -33,13 +41,14 @@ def build_engine(
     Args:
         weights: where an engine in another process finds weights that somebody shares already.
         trained_on: its completions are trained on.
+        reader: what the sender of those weights knows the engine by.
 
     Raises:
         ConfigError: engine.python is no Python with vLLM; sleep mode is configured without a GPU.
         ModelError: vLLM cannot load this model's weights.
     """
     section = config.engine if uses_engine(config) else NativeEngineConfig()
-    use = EngineUse(trained_on and replays_routing(config, policy.model), weights)
+    use = EngineUse(trained_on and replays_routing(config, policy.model), weights, reader)
     engine: RolloutEngine = build_component(section, policy, config.rollout, precision, use)
     return engine
 
@@ -64,7 +73,7 @@ def replays_routing(config: StageConfig, model: nn.Module) -> bool:
 class WeightOwner(Protocol):
     """A trainer, whose ranks may hold parts of the weights."""
 
-    def sharded_weights(self) -> Mapping[str, torch.Tensor] | None:
+    def sharded_weights(self) -> ShardedWeights | None:
         """The weights, where ranks hold parts of them, or will; None: the policy's model has them."""
 
     def gather_policy(self) -> None:
@@ -104,10 +113,9 @@ def build_publisher(
         return (None if trainer is None else trainer.sharded_weights()) or merged_weights(policy.model)
 
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    sender = SharedMemorySender(
-        path, weights(), dtype=dtype, checksum=getattr(engine, "checksum", XXH3), device=policy.device
-    )
-    return TransferPublisher(sender, weights, engine)
+    sender = SharedMemorySender(path, weights(), dtype=dtype, checksum=getattr(engine, "checksum", XXH3))
+    ipc = IPCSender(path, policy.device) if policy.device.type == "cuda" else None
+    return TransferPublisher(sender, weights, engine, ipc)
 
 
 def shared_checksum(configs: Iterable[StageConfig]) -> str:

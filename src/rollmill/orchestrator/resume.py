@@ -49,7 +49,8 @@ def load_start_point(loaded: LoadedRun, run_dir: Path, *, resumed: bool) -> Star
         _require_own(checkpoints, run_dir)
         try:
             with verifying(checkpoints.path(step)):
-                start = checkpoints.read(step)
+                parted = all(stage.trainer.shards_weights for stage in loaded.stages)
+                start = checkpoints.read(step, mapped=parted)
                 setup = set_up_run(loaded, run_dir, step)
         except DamagedCheckpointError as error:
             messages.append(_set_aside(checkpoints, step, error.damage))

@@ -154,10 +154,17 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool,
     # where ranks hold parts of the weights, these leave host memory part by part
     shards = not joined and any(stage.trainer.shards_weights for stage in loaded.stages)
     where = torch.device("cpu") if shards else device
+    parted = shards and all(stage.trainer.shards_weights for stage in loaded.stages)
     with verified:
         try:
             policy = load_verified_policy(
-                model, texts=lambda: _texts(training), seed=config.seed, device=where, pictures=True, dtype=dtype
+                model,
+                texts=lambda: _texts(training),
+                seed=config.seed,
+                device=where,
+                pictures=True,
+                dtype=dtype,
+                stays_in_files=parted,
             )
             policy = replace(policy, device=device)
             if stored is not None and adapted:

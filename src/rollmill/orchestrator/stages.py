@@ -15,6 +15,7 @@ from rollmill.config.run import StageConfig
 from rollmill.data.examples import count_tasks
 from rollmill.engines.base import RolloutEngine
 from rollmill.models.load import PolicyModel
+from rollmill.models.merged_checkpoint import stored_as_computed
 from rollmill.offload import OffloadManager, OffloadPlan
 from rollmill.offload.plan import engine_leaves
 from rollmill.orchestrator.components import (
@@ -38,6 +39,7 @@ from rollmill.progress import uncounted_work
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.seeds import derive_seed
 from rollmill.types import Experience
+from rollmill.weights.buckets import ShardedWeights
 
 FROZEN, DRAFTS = "frozen", "drafts"
 """Keys of a trainer's state: the policy at the start of the stage, where a workflow talks to it; and drafts."""
@@ -246,17 +248,24 @@ class Stage:
 
     def trainer_state(self) -> dict[str, Any]:
         """Optimizer, schedule and random state; and what is too large for the stage's state: frozen weights, drafts."""
-        self.load_for_export()
+        self.trace.enter("train")
         frozen = self.backend.state_dict()
         drafts = None if self.drafts is None else self.drafts.state_dict()
         others = {key: value for key, value in ((FROZEN, frozen), (DRAFTS, drafts)) if value is not None}
         trainer = self.trainer.state_dict()
         return (trainer if self.offloader is None else self.offloader.whole(trainer)) | others
 
-    def load_for_export(self) -> None:
-        """Bring the policy, and what is trained, to where they can be written."""
+    def load_for_export(self) -> ShardedWeights | None:
+        """Bring the policy, and what is trained, to where they can be written.
+
+        Returns the policy's weights if ranks hold parts of them, to be gathered while they are written.
+        """
         self.trace.enter("train")
+        weights = self.trainer.sharded_weights()
+        if weights is not None and stored_as_computed(self.policy.model):
+            return weights
         self.trainer.gather_policy()
+        return None
 
     # -- beside the steps --------------------------------------------------------------------------------------
 

@@ -82,8 +82,8 @@ async def _serve_run(
 
     def localize(stage: WorkerSetup) -> WorkerSetup:
         address = str(run_dir.absolute() / stage.weights_address)
-        paths = {"weights_address": address, "folder": run_dir / stage.folder}
-        return replace(stage, policy=setup.policy, threads=setup.threads, plugins=[], **paths)  # type: ignore[arg-type]
+        here = {"weights_address": address, "folder": run_dir / stage.folder, "name": f"{EXPLORER} {number}"}
+        return replace(stage, policy=setup.policy, threads=setup.threads, plugins=[], **here)  # type: ignore[arg-type]
 
     worker = ExplorerWorker(heartbeat, ExplorerSpec(), localize)
     while (trainer := _read_status(run_dir, setup.run_id)) is None or not trainer.done:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class ExplorerActor(ExplorerWorker):
     """An ExplorerWorker that writes its own heartbeats. A process that replaces it has the same name and kind."""
 
     def __init__(self, run_dir: Path, name: str, kind: ExplorerSpec) -> None:
-        super().__init__(HeartbeatWriter(run_dir, name), kind)
+        super().__init__(HeartbeatWriter(run_dir, name), kind, lambda setup: replace(setup, name=name))
 
 
 class RayWorkerHandle:

@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -34,9 +34,11 @@ from rollmill.rewards.stage_rewards import StageRewards
 from rollmill.rollout.base import OnGenerated, PartialRollout
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.trackers.trace import Trace
+from rollmill.trainer.distributed.spec import strip_weights
 from rollmill.types import Experience, Task
 from rollmill.waiting import OUTAGES
 from rollmill.weights import BroadcastSender, FolderSender, SharedMemorySender, WeightSender, shared_memory_folder
+from rollmill.weights.cuda_ipc import IPCSender
 
 if TYPE_CHECKING:
     from rollmill.orchestrator.stages import Stage
@@ -46,6 +48,8 @@ _KEEP_S = 1.0
 _COUNT_S = 0.1
 """Pause between two questions of how many tokens count towards a budget."""
 _ANSWER_S = 2.0
+_IPC_S = 5.0
+"""Limit for an explorer to come for weights by CUDA IPC, and to copy a bucket; afterwards it is not awaited."""
 _OFFLOAD_S = 300.0
 """Limit for an explorer to free its device: the end of vLLM's process, or files of its weights."""
 
@@ -105,12 +109,18 @@ class RemoteRollouts:
         self._counters: dict[tuple[str, int], dict[str, float]] = {}  # by explorer and its start, dead ones included
         self._device_bytes: dict[str, dict[str, int]] = {}  # by explorer
         self._name = uuid.uuid4().hex  # of this use of the explorers: earlier requests are dropped
+        self._takes_ipc = set[str]()  # explorers that have answered since they were last awaited in vain
         self.engine, place, self._sender = self._open(stage)
+        self._ipc = open_ipc(fleet.transport, context, policy, self._name)
+        sent = policy
+        if self._trainer.sharded_weights() is not None:  # weights in parts come by the transport only
+            model: Any = strip_weights(policy.model)
+            sent = replace(policy, model=model)
         examples = [task for task in stage.tasks.training.tasks if task.response is not None]
         self._setup = fleet.share(
             WorkerSetup(
                 config.model_dump_json(),
-                policy,
+                sent,
                 context.precision,
                 context.threads,
                 list(context.plugins),
@@ -119,6 +129,7 @@ class RemoteRollouts:
                 place,
                 (config.offload and config.offload.folder) or fleet.folder,
                 starts_offloaded=stage.offload_plan is not None and engine_leaves(stage.offload_plan, "train"),
+                ipc=None if self._ipc is None else self._ipc.path,
             )
         )
         self._started: asyncio.Task[None] | None = None
@@ -166,11 +177,19 @@ class RemoteRollouts:
 
     def publish(self, version: int) -> None:
         """Send the trainer's parameters, which are now those of `version`, to the explorers."""
-        self._sender.send(version, self._trainer.sharded_weights() or trainable_parameters(self._policy))
+        weights, ipc = self._trainer.sharded_weights() or trainable_parameters(self._policy), self._ipc
+        awaited = self._takes_ipc & {each.name for each in self._pool.workers if each.ready}
+        if ipc is not None and ipc.offer(version, weights, awaited):
+            self._pool.notify("update", self._name, version)
+            self._sender.send(version, weights, ipc)
+            self._takes_ipc -= ipc.missed
+            self._metrics += [{"explorer/ipc_fallbacks": float(len(ipc.missed))}] if ipc.missed else []
+        else:
+            self._sender.send(version, weights)
+            if self._started is not None:
+                self._pool.notify("update", self._name, version)
         self.version = version
         self._pool.reset_restart_budget()
-        if self._started is not None:
-            self._pool.notify("update", self._name, version)
 
     def finish_step(self, step: int) -> None:
         """No-op: models with `policy: past` are refused with explorers in other processes."""
@@ -197,6 +216,7 @@ class RemoteRollouts:
         assert isinstance(reply, RolloutReply)
         count_progress(Progress.TOKENS)
         self._count_tokens(name, reply.tokens)
+        self._takes_ipc |= {name[0]} if reply.takes_ipc else set()
         self._metrics += reply.metrics
         self._device_bytes[name[0]] = reply.device_bytes
         self._counters[name] = reply.counters
@@ -208,6 +228,7 @@ class RemoteRollouts:
         """Free every explorer's device until its next rollout. One that is lost meanwhile begins again without holding
         anything."""
         advice = "Is its disk very slow, or is it stopped? offload.engine: device leaves explorers as they are."
+        self._takes_ipc.clear()  # what is offloaded is not told of versions
         found = await self._pool.order("offload", self._name, timeout_s=_OFFLOAD_S, advice=advice)
         for name, reply in found.items():
             self._device_bytes[name] = reply.device_bytes
@@ -252,6 +273,8 @@ class RemoteRollouts:
         await self._pool.end(self._name)
         await self.engine.close()
         self._sender.close()
+        if self._ipc is not None:
+            self._ipc.close()
 
 
 class RemoteExplorer:
@@ -330,6 +353,14 @@ def open_transport(
     folder = context.run_dir.absolute() / relative  # `relative` itself, if it is absolute
     shutil.rmtree(folder, ignore_errors=True)
     return str(relative / name), FolderSender(folder / name, trainable_parameters(policy), dtype=dtype)
+
+
+def open_ipc(transport: WeightTransport, context: RunContext, policy: PolicyModel, name: str) -> IPCSender | None:
+    """Make what offers weights on a GPU to explorers of this host; None: there is no GPU, or they are broadcast."""
+    if policy.device.type != "cuda" or transport.kind == "broadcast":
+        return None
+    path = shared_memory_folder() / f"rollmill-{context.run_id}-{name}"
+    return IPCSender(path, policy.device, join_s=_IPC_S, bucket_s=_IPC_S)
 
 
 def remove_stale_weights(run_id: str) -> None:

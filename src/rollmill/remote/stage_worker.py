@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from rollmill.registry import import_file
 from rollmill.remote.explorer_memory import ExplorerMemory
 from rollmill.rollout import Explorer
 from rollmill.trackers.trace import Span, Trace
+from rollmill.trainer.distributed.spec import allocate_weights
 from rollmill.types import Experience, StopReason, Task
+from rollmill.waiting import OUTAGES
 from rollmill.weights import (
     BroadcastReceiver,
     FolderReceiver,
@@ -35,8 +38,10 @@ from rollmill.weights import (
     WeightPublisher,
     WeightReceiver,
 )
+from rollmill.weights.cuda_ipc import IPCReader, IPCUnavailableError, ipc_socket, sender_is_here
 
 _PUBLISHED_S, _POLL_S = 60.0, 0.05
+_TOLD = set[str]()  # reasons why weights do not come by CUDA IPC, of which the user need not be told any more
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class WorkerSetup:
     weights_address: str  #: path of the weights, or the address of the sender
     folder: Path = Path()  #: of what leaves a CPU's memory
     starts_offloaded: bool = False  #: another phase than the rollouts may be under way, in which explorers hold nothing
+    ipc: Path | None = None  #: of the sender by CUDA IPC, on the trainer's host
+    name: str = ""  #: of the explorer
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,7 @@ class RolloutReply:
     counts: dict[str, float] = field(default_factory=dict)  #: counts of rollouts by a workflow
     device_bytes: dict[str, int] = field(default_factory=dict)  #: bytes of what the process holds, by component
     told: list[str] = field(default_factory=list)  #: failures that the process got over
+    takes_ipc: bool = False  #: it can try to take weights by CUDA IPC when it is told of them
 
 
 @dataclass(frozen=True)
@@ -109,10 +117,15 @@ class StageWorker:
         self._setup, self._policy, device = setup, setup.policy, setup.policy.device
         stage = self._stage_of(setup.stage_json)
         self._reads_itself = engine_reads_weights(stage, setup.transport, self._policy)
-        if not self._reads_itself:
-            self._policy.model.to(device)  # from host memory, if the trainer's ranks hold parts of it
+        if not self._reads_itself and any(each.is_meta for each in self._policy.model.parameters()):
+            model: Any = allocate_weights(self._policy.model, device)  # the trainer's ranks hold parts of the weights
+            self._policy = replace(self._policy, model=model)
+        elif not self._reads_itself:
+            self._policy.model.to(device)
         place = Path(setup.weights_address) if self._reads_itself else None
-        self._engine = build_engine(self._policy, stage, setup.precision, place)
+        self._engine = build_engine(self._policy, stage, setup.precision, place, reader=setup.name)
+        self._device, self._takes_ipc = device, device.type == "cuda" and sender_is_here(setup.ipc)
+        self._ipc_counts = Counter[str]()  # versions since the last reply that came so, or were offered and did not
         self._version = -1  # of the weights received; -1: none yet
         self._restarts = 0.0  # of the engine's process, at the last reply
         publisher: WeightPublisher
@@ -184,6 +197,7 @@ class StageWorker:
         offset, memory = time.time() - time.perf_counter(), self._memory
         restarts_before, self._restarts = self._restarts, float(self._engine.counters().get("restarts", 0))
         restarts = self._restarts - restarts_before
+        ipc, self._ipc_counts = {name: float(count) for name, count in self._ipc_counts.items()}, Counter()
         return RolloutReply(
             experiences,
             shift_spans(self._trace.take(), offset),
@@ -192,10 +206,12 @@ class StageWorker:
                 self._rollouts.metrics(),
                 *([] if memory is None else [memory.metrics()]),
                 *([{"engine/restarts": restarts}] if restarts else []),
+                *([ipc] if ipc else []),
             ],
             sum_metrics([each.counters() for each in self._rewards]),
             explorer.take_counts(),
             {} if memory is None else memory.device_bytes(),
+            takes_ipc=self._takes_ipc,
         )
 
     @property
@@ -237,16 +253,29 @@ class StageWorker:
             self._memory.close()
 
     async def _update(self, version: int) -> None:
-        if isinstance(self._receiver, FolderReceiver):
-            await self._until_published(version)
-        if not self._reads_itself:
+        here, into, offer = version if self._reads_itself else None, trainable_parameters(self._policy), self._setup.ipc
+        if here is None and self._takes_ipc and offer is not None and ipc_socket(offer).exists():
+            try:  # from the trainer's GPU, while it is sent; rollouts continue until the first bucket is there
+                reader = await asyncio.to_thread(IPCReader, offer, self._device, self._setup.name, at_least=version)
+                await asyncio.to_thread(reader.wait)
+                here = reader.receive(into)
+                self._ipc_counts["explorer/ipc_updates"] += 1
+            except IPCUnavailableError as error:
+                self._ipc_counts["explorer/ipc_fallbacks"] += 1
+                if (why := str(error)) not in _TOLD:
+                    _TOLD.add(why)
+                    OUTAGES.tell(f"weights do not come by CUDA IPC, but by way of the host: {why}")
+        if here is None:
+            if not isinstance(self._receiver, BroadcastReceiver):
+                await self._until_published(version)
             await asyncio.to_thread(self._receiver.fetch)  # rollouts continue, and the trainer's questions are answered
-        here = version if self._reads_itself else self._receiver.receive(trainable_parameters(self._policy))
+            here = self._receiver.receive(into)
         self._rollouts.publish(here)
         self._version = here
 
     async def _until_published(self, version: int) -> None:
-        """Wait for a version that other hosts may see later than its announcement. Raises DeadlineError."""
+        """Wait for a version that is announced: it may still be sent, and other hosts may see it later. Raises
+        DeadlineError."""
         ends = time.monotonic() + _PUBLISHED_S
         while (newest := self._receiver.newest()) is None or newest < version:
             if time.monotonic() > ends:

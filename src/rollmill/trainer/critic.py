@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -194,9 +194,9 @@ class Critic:
         self._optimizer.zero_grad(set_to_none=True)
         self._pending.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns weights and optimizer state."""
-        return {"model": self.model.state_dict(), "optimizer": optimizer_state_dict(self._optimizer, self.model)}
+    def state_dict(self, keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Any]:
+        """Returns weights and optimizer state; `keep` as in `optimizer_state_dict`."""
+        return {"model": self.model.state_dict(), "optimizer": optimizer_state_dict(self._optimizer, self.model, keep)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_full_weights(self.model, state["model"])

@@ -31,6 +31,9 @@ def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
     name = "activation_checkpointing" if renamed else "gradient_checkpointing"
     if enabled:
         getattr(model, f"{name}_enable")({"use_reentrant": False})
+        # transformers' hook at the embeddings, which only re-entrant checkpoints need, would keep engines from fusing
+        # the layers of the model
+        model.disable_input_require_grads()
         if next(model.parameters()).device.type == "cpu":
             return_large_blocks()
     elif getattr(model, f"is_{name}"):  # enabled by an earlier stage

@@ -63,11 +63,13 @@ def clip_gradients(grads: list[Tensor], norm: float, max_norm: float) -> None:
         torch._foreach_mul_(local_shards(grads), max_norm / norm)
 
 
-def optimizer_state_dict(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+def optimizer_state_dict(
+    optimizer: torch.optim.Optimizer, model: nn.Module, keep: Callable[[Tensor], Tensor] = Tensor.cpu
+) -> dict[str, Any]:
     """Returns the optimizer's state, the same however the model is sharded.
 
     Tensors are whole, on rank 0, and parameters are numbered as on one rank. With a sharded model, every rank must call
-    this.
+    this; rank 0 keeps what it gathers by `keep`.
     """
     state, numbers = optimizer.state_dict(), _numbers(optimizer, model)
     parameters = _parameters(optimizer)
@@ -77,7 +79,7 @@ def optimizer_state_dict(optimizer: torch.optim.Optimizer, model: nn.Module) -> 
         known["params"] = sorted([*known["params"], *(numbers[i] for i in group["params"])])
     moments = {numbers[i]: each for i, each in state["state"].items()}
     found: dict[str, Any] = gather_state_dict(
-        {"state": dict(sorted(moments.items())), "param_groups": [*groups.values()]}
+        {"state": dict(sorted(moments.items())), "param_groups": [*groups.values()]}, keep
     )
     return found
 

@@ -44,7 +44,7 @@ from rollmill.models.hf_forward import (
 )
 from rollmill.models.load import PolicyModel, load_policy
 from rollmill.models.lora import has_lora
-from rollmill.models.storage import ensure_own_memory
+from rollmill.models.storage import ensure_own_memory, leave_in_files
 from rollmill.trainer.batch import build_micro_batches, build_token_table
 from rollmill.trainer.logprobs import compute_hidden_states, compute_logprobs, use_packed_attention
 from rollmill.trainer.model_setup import evaluation_mode
@@ -70,15 +70,21 @@ def load_verified_policy(
     device: torch.device,
     pictures: bool = False,
     dtype: torch.dtype = torch.float32,
+    stays_in_files: bool = False,
 ) -> PolicyModel:
     """Loads a policy, and verifies it if it comes from a folder; arguments as in `load_policy`.
+
+    With `stays_in_files` its parameters are StoredParameters then.
 
     Raises:
         ModelError: see `load_policy` and `require_parity`.
     """
-    policy = load_policy(config, texts=texts, seed=seed, device=device, pictures=pictures, dtype=dtype)
+    where = {"device": device, "dtype": dtype, "stays_in_files": stays_in_files}
+    policy = load_policy(config, texts=texts, seed=seed, pictures=pictures, **where)  # type: ignore[arg-type]
     if isinstance(config.path, Path):
         require_parity(policy.model, config.path)
+        if stays_in_files:
+            leave_in_files(policy.model, dtype)
     return policy
 
 
@@ -267,14 +273,14 @@ def _experience(completion: Completion, group: int, pictures: PicturePrompt | No
 @contextmanager
 def _in_float32(model: Any) -> Iterator[None]:
     """Converts weights in bf16 to float32 and back, which is lossless: errors of bf16 would hide all others."""
-    narrow = [each for each in model.parameters() if each.dtype == torch.bfloat16]
-    for each in narrow:
-        each.data = each.data.float()
+    narrow = [(each, each.data) for each in model.parameters() if each.dtype == torch.bfloat16]
+    for each, own in narrow:
+        each.data = own.float()
     try:
         yield
     finally:
-        for each in narrow:
-            each.data = each.data.bfloat16()
+        for each, own in narrow:
+            each.data = own
 
 
 @contextmanager

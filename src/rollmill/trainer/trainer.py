@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
@@ -252,21 +252,21 @@ class Trainer:
         found |= {} if self._critic is None else self._critic.offloadable_tensors()
         return [offload_tensors(name, tensors, folder, self.device.type) for name, tensors in found.items()]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Any]:
         """Returns the state to resume from, besides the model's weights: whole tensors, the same for any number of
-        ranks. With shards all ranks call this together, and rank 0 gets the result."""
+        ranks. With shards all ranks call this together, and rank 0 gets the result, and keeps its tensors by `keep`."""
         state: dict[str, Any] = {
-            "optimizer": optimizer_state_dict(self._optimizer, self.model),
+            "optimizer": optimizer_state_dict(self._optimizer, self.model, keep),
             "steps": self.steps,
             "generator": self._generator.get_state(),
             "precision": self.precision,
             "reference": None if self._reference is None else self._reference.state_dict(),
             "teacher": None if self._teacher is None else self._teacher.state_dict(),
-            "critic": None if self._critic is None else self._critic.state_dict(),
+            "critic": None if self._critic is None else self._critic.state_dict(keep),
             "mismatch": self._mismatch.state_dict(),
             **self.coefficients.state_dict(),
         }
-        return dict(gather_state_dict(state))
+        return dict(gather_state_dict(state, keep))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_optimizer_state_dict(self._optimizer, self.model, state["optimizer"])

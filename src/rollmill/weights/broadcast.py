@@ -20,6 +20,7 @@ from torch import Tensor
 from rollmill.errors import DeadlineError, WeightSyncError
 from rollmill.weights.broadcast_group import BroadcastGroup, gpu_uuid
 from rollmill.weights.buckets import load_tensors, pack_block
+from rollmill.weights.cuda_ipc import IPCSender
 from rollmill.weights.layout import BlockLayout, compute_checksum
 from rollmill.weights.rendezvous import (
     Rendezvous,
@@ -86,7 +87,7 @@ class BroadcastSender:
         self._thread = threading.Thread(target=self._serve, name="rollmill-broadcast", daemon=True)
         self._thread.start()
 
-    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
+    def send(self, version: int, weights: Mapping[str, Tensor], readers: IPCSender | None = None) -> None:
         if self._failure is not None:
             raise self._failure
         self.layout.require(weights, "the trainer's model")
@@ -95,7 +96,7 @@ class BroadcastSender:
             if not self._changed.wait_for(lambda: self._sending is not block, 10 * self._deadline_s):
                 advice = "The network is too slow for them, or one hangs; see `rollmill status`."
                 raise DeadlineError("the trainer", "explorers that get older weights", 10 * self._deadline_s, advice)
-        packed = _Packed(version, pack_block(weights, self.layout, block), block)
+        packed = _Packed(version, pack_block(weights, self.layout, block, readers=readers), block)
         with self._changed:
             self._newest = packed
 

@@ -94,7 +94,7 @@ def pack_block(
     Gaps between tensors are not changed and not part of the checksum.
 
     Args:
-        readers: get each bucket on the GPU, too, if the weights are there.
+        readers: get each bucket on the GPU, too; it has offered the weights.
     """
     device = next((each.device for each in weights.values()), torch.device("cpu"))
     if device.type == "cuda":
@@ -128,6 +128,8 @@ def _pack_from_gpu(
     Returns the checksums of its chunks.
     """
     size, sums = _largest(layout), list[int]()
+    if readers is not None:
+        readers.begin(layout, BUCKET_BYTES)
     there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(1 if readers is None else 2)]
     here = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     crossed = [torch.cuda.Event() for _ in range(2)]
@@ -157,6 +159,8 @@ def _pack_from_gpu(
         before = number, bucket
     if before is not None:
         finish(*before)
+    if readers is not None:
+        readers.end()
     return sums
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rollmill.errors import DeadlineError, WeightSyncError
 from rollmill.weights.buckets import load_tensors, pack_block
+from rollmill.weights.cuda_ipc import IPCSender
 from rollmill.weights.layout import BlockLayout, compute_checksum
 
 _MAX_DELTA_SHARE = 0.5
@@ -99,10 +100,11 @@ class FolderSender:
         self._since_whole = 0
         self._began = False
 
-    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
+    def send(self, version: int, weights: Mapping[str, Tensor], readers: IPCSender | None = None) -> None:
         self.layout.require(weights, "the trainer's model")
         self._block, self._old = self._old, self._block
-        metadata = {"checksum": str(pack_block(weights, self.layout, self._block)), "layout": self.layout.to_json()}
+        checksum = pack_block(weights, self.layout, self._block, readers=readers)
+        metadata = {"checksum": str(checksum), "layout": self.layout.to_json()}
         if not self._began:
             self._forget(version)
             self._began = True

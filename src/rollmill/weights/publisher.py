@@ -14,7 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from rollmill.engines.base import RolloutEngine
-    from rollmill.weights.shared_memory import SharedMemorySender
+    from rollmill.weights.cuda_ipc import IPCSender
 
 
 class WeightPublisher(Protocol):
@@ -30,8 +30,11 @@ class WeightPublisher(Protocol):
 class WeightSender(Protocol):
     """The trainer's side of a transport."""
 
-    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
+    def send(self, version: int, weights: Mapping[str, Tensor], readers: IPCSender | None = None) -> None:
         """Makes `weights` available as `version`, atomically; they may be ShardedWeights.
+
+        Args:
+            readers: has offered the version to engines, which get it bucket by bucket meanwhile.
 
         Raises:
             WeightSyncError: they do not match the announced layout, or cannot be written.
@@ -76,25 +79,33 @@ class TransferPublisher:
 
     Args:
         weights: returns the current weights by name.
+        ipc: offers versions to the engine's processes, if the weights are on a GPU.
     """
 
     def __init__(
-        self, sender: SharedMemorySender, weights: Callable[[], Mapping[str, Tensor]], engine: RolloutEngine
+        self,
+        sender: WeightSender,
+        weights: Callable[[], Mapping[str, Tensor]],
+        engine: RolloutEngine,
+        ipc: IPCSender | None = None,
     ) -> None:
-        self._sender, self._weights, self._engine = sender, weights, engine
+        self._sender, self._weights, self._engine, self._ipc = sender, weights, engine, ipc
 
     def publish(self, version: int) -> None:
         """Sends the trainer's parameters as `version`. Raises WeightSyncError or DeadlineError; see WeightSender."""
-        weights = self._weights()
+        weights, ipc = self._weights(), self._ipc
         runs = getattr(self._engine, "pid", None) is not None  # else it loads the version when it starts
-        if told := runs and self._sender.open_ipc(weights):
+        if ipc is not None and runs and ipc.offer(version, weights, ["vLLM"]):
             self._engine.weights_updated(version)
-        self._sender.send(version, weights, readers_told=told)
-        if not told:
-            self._engine.weights_updated(version)
+            self._sender.send(version, weights, ipc)
+            return
+        self._sender.send(version, weights)
+        self._engine.weights_updated(version)
 
     def close(self) -> None:
         self._sender.close()
+        if self._ipc is not None:
+            self._ipc.close()
 
 
 class InPlacePublisher:

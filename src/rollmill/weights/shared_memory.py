@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import rollmill.weights.buckets as buckets
 from rollmill.errors import DeadlineError, WeightSyncError
 from rollmill.weights.buckets import load_tensors, pack_block
 from rollmill.weights.cuda_ipc import IPCSender
@@ -56,7 +55,6 @@ class SharedMemorySender:
         checksum: xxh3, or crc32 if the receiver's Python has no xxhash.
         deadline_s: how long a receiver may hold a version that is to be overwritten; then it keeps the memory, and
             the version is written to a new file, so that one that is stopped holds up nobody.
-        device: of the trainer; if it is a GPU, versions are offered by CUDA IPC, too.
     """
 
     def __init__(
@@ -67,13 +65,11 @@ class SharedMemorySender:
         dtype: torch.dtype | None = None,
         checksum: str = XXH3,
         deadline_s: float = 10.0,
-        device: torch.device | None = None,
     ) -> None:
         self.layout = BlockLayout.of(weights, dtype)
         self._deadline_s, self._checksum, self._next = deadline_s, checksum, 0
         remove_stale_files(shared_memory_folder())
         self._slots: list[_Slot] = []
-        self._ipc: IPCSender | None = None
         self._owner = _Owner(path)
         try:
             for file in slot_files(path):
@@ -81,37 +77,19 @@ class SharedMemorySender:
         except WeightSyncError:
             self.close()
             raise
-        if device is not None and device.type == "cuda":
-            self._ipc = IPCSender(path, device)
 
-    def send(self, version: int, weights: Mapping[str, Tensor], *, readers_told: bool = False) -> None:
-        """Waits for a receiver that reads what is to be overwritten, for `deadline_s` at most.
-
-        Args:
-            readers_told: an engine was told to load this version now, so that it can take it by CUDA IPC.
-        """
+    def send(self, version: int, weights: Mapping[str, Tensor], readers: IPCSender | None = None) -> None:
+        """Waits for a receiver that reads what is to be overwritten, for `deadline_s` at most."""
         self.layout.require(weights, "the trainer's model")
         slot = self._slots[self._next]
         if not slot.lock(fcntl.LOCK_EX, self._deadline_s):
             slot = self._replace(slot)
         try:
             slot.write_version(_EMPTY, 0)
-            ipc = self._ipc if readers_told else None
-            if ipc is not None:
-                ipc.begin(version, self.layout, buckets.BUCKET_BYTES)
-            slot.write_version(version, pack_block(weights, self.layout, slot.block, slot.checksum, ipc))
+            slot.write_version(version, pack_block(weights, self.layout, slot.block, slot.checksum, readers))
         finally:
             slot.unlock()
-        if ipc is not None:
-            ipc.end()
         self._next = 1 - self._next
-
-    def open_ipc(self, weights: Mapping[str, Tensor]) -> bool:
-        """Listens for an engine that is told of a version before it is sent; False: it cannot take it by CUDA IPC."""
-        if self._ipc is None or next(iter(weights.values())).device.type != "cuda":
-            return False
-        self._ipc.open()
-        return True
 
     def restore(self) -> None:
         """No-op: the memory stays mapped."""
@@ -138,8 +116,6 @@ class SharedMemorySender:
             slot.close()
             slot.path.unlink(missing_ok=True)
         self._owner.close()
-        if self._ipc is not None:
-            self._ipc.close()
 
 
 class SharedMemoryReceiver:

@@ -30,13 +30,14 @@ class SharedWeightsExtension:
         return TruncationSampler.install(self.model_runner)
 
     def load_shared_weights(
-        self, path: str, parts: dict[str, list[Any]], announced: int | None = None
+        self, path: str, parts: dict[str, list[Any]], announced: int | None = None, engine: str = "vLLM"
     ) -> tuple[int, str]:
         """Loads the newest version into the model: by CUDA IPC while it is sent, else from shared memory.
 
         Args:
             parts: of weights that a checkpoint stores in another way: see `stored_parts`.
             announced: the version that is being sent, or was; None: any.
+            engine: what the sender knows this engine by.
 
         Returns:
             Its number, and how it came: "ipc", "" (from shared memory), or why not by IPC.
@@ -48,11 +49,9 @@ class SharedWeightsExtension:
         device, why = self.model_runner.device, ""
         if announced is not None and device.type == "cuda" and ipc_socket(Path(path)).exists():
             try:
-                reader = IPCReader(Path(path), device, self.parallel_config.world_size)
-                if reader.version >= announced:
-                    self._load(reader.tensors(), parts)
-                    return reader.version, "ipc"
-                why = f"version {reader.version} is sent"
+                reader = IPCReader(Path(path), device, engine, self.parallel_config.world_size, at_least=announced)
+                self._load(reader.tensors(), parts)
+                return reader.version, "ipc"
             except IPCUnavailableError as error:
                 why = str(error)
         if self._receiver is None:

@@ -38,6 +38,7 @@ from rollmill.models.attention import (
     pages_available,
 )
 from rollmill.models.recurrent import RecurrentCall, recurrent_layers
+from rollmill.models.storage import zeros_for_stored
 from rollmill.models.transfers import StaticTensors, to_device
 from rollmill.models.vision import picture_processor, text_model
 
@@ -382,14 +383,15 @@ def build_cache(model: nn.Module, dtype: torch.dtype, cache_gb: float | None, de
     """Build the cache of a model that computes in `dtype`: in pages if the GPU's kernel can read them, else in buckets.
 
     Args:
-        model: may be on another device, as the weights of a sharded trainer are at first.
+        model: may be on another device, or in files, as the weights of a sharded trainer are at first.
         cache_gb: its limit in GiB; None: it has none.
     """
     limit = None if cache_gb is None else int(cache_gb * 2**30)
     if limit is None and device.type != "cuda":
         return BucketCache()
     network = text_model(model)
-    layers = find_cached_layers(base_network(model) if network is model else network)
+    with zeros_for_stored(model):
+        layers = find_cached_layers(base_network(model) if network is model else network)
     plain = not recurrent_layers(model) and picture_processor(model) is None
     if plain and pages_available(layers, dtype, device):
         return PagedCache(layers, dtype, device, limit)

@@ -93,6 +93,7 @@ def build_vllm(
             "weights": str(use.weights or folder / "weights"),
             "folder": str(folder),
             "parts": stored_parts(policy.model),
+            "name": use.reader or "vLLM",
         },
         threads=torch.get_num_threads(),
         deadline_s=section.deadline_s,

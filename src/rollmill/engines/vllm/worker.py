@@ -45,6 +45,7 @@ class VLLMServer:
     def __init__(self, engine: Any, settings: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         self._engine, self._writer = engine, writer
         self._weights, self._parts = settings["weights"], settings.get("parts", {})
+        self._name = settings.get("name", "vLLM")
         self._paused = self._asleep = False
         self.reports_truncation = False  #: how much probability is kept
         self.keeps_folder = False  #: the parent starts another process there
@@ -79,7 +80,8 @@ class VLLMServer:
         if self._asleep:
             await engine.wake_up(tags=["weights"])
         await engine.pause_generation(mode="keep", clear_cache=False)
-        loaded = await engine.collective_rpc("load_shared_weights", args=(self._weights, self._parts, announced))
+        arguments = (self._weights, self._parts, announced, self._name)
+        loaded = await engine.collective_rpc("load_shared_weights", args=arguments)
         version, how = loaded[0]
         await engine.update_weight_version(str(version))
         if self._asleep:

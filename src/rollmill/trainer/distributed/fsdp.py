@@ -1,9 +1,9 @@
 """Sharded weights, gradients and optimizer states, one shard per rank (FSDP2; ZeRO stage 3, arXiv:1910.02054).
 
 A sharded model holds its part of every parameter as a DTensor. Layers are unsharded while they compute. Embeddings, the
-last norm and the output layer are unsharded within `call_unsharded`. Before, rank 0 has the whole model in host memory,
-and the others have it without weights. These come to the devices layer by layer (`place_weights`), so that none ever
-holds them all.
+last norm and the output layer are unsharded within `call_unsharded`. Before, rank 0 has the model in its files
+(`StoredParameter`), and the others have it without weights. These come to the devices layer by layer (`place_weights`),
+so that none ever holds them all.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rollmill.models.storage import StoredParameter
+
 Result = TypeVar("Result")
 
 
@@ -35,9 +37,13 @@ def place_weights(module: nn.Module, device: torch.device) -> None:
             if isinstance(parameter, DTensor):
                 continue
             if parameter not in placed:
-                whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.to(device)
+                stored = isinstance(parameter, StoredParameter) and parameter.source is not None
+                if isinstance(parameter, StoredParameter) and stored:
+                    whole = parameter.read(device)
+                else:
+                    whole = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.to(device)
                 dist.broadcast(whole.data, 0)
-                if parameter.is_meta:
+                if parameter.is_meta or stored:
                     placed[parameter] = nn.Parameter(whole, parameter.requires_grad)
                 else:
                     parameter.data, placed[parameter] = whole.data, parameter
@@ -113,19 +119,22 @@ def gather_weights(sharded: nn.Module, dtype: torch.dtype | None = None) -> Iter
         yield name, _full(own if dtype is None or not own.is_floating_point() else own.to(dtype))
 
 
-def gather_state_dict(state: Any) -> Any:
-    """Replaces shards in a state dict with whole tensors on the CPU of rank 0, None on other ranks.
+def gather_state_dict(state: Any, keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> Any:
+    """Replaces shards in a state dict with whole tensors on rank 0, None on other ranks.
 
     Every rank calls this. Values without shards are unchanged.
+
+    Args:
+        keep: brings a whole tensor to a CPU.
     """
     if isinstance(state, dict):
-        return {key: gather_state_dict(value) for key, value in state.items()}
+        return {key: gather_state_dict(value, keep) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(gather_state_dict(value) for value in state)
+        return type(state)(gather_state_dict(value, keep) for value in state)
     if not isinstance(state, DTensor):
         return state
     full = _full(state)
-    return full.cpu() if dist.get_rank() == 0 else None
+    return keep(full) if dist.get_rank() == 0 else None
 
 
 @torch.no_grad()

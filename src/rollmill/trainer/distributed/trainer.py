@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.models.load import PolicyModel
+from rollmill.models.storage import copy_to_file, is_stored, read_stored, take_copy
 from rollmill.offload import Offloadable
 from rollmill.offload.plan import StorageTier
 from rollmill.trainer.distributed.context_parallel import check_context_parallel
@@ -76,8 +77,8 @@ class RankedComponent:
 class DistributedTrainer:
     """Has the interface and the results of `Trainer`, on several ranks.
 
-    Without shards `model` itself is trained. With shards a copy of it is, which leaves host memory part by part for the
-    ranks' devices; `model` gets whole weights by `gather_policy`.
+    Without shards `model` itself is trained. With shards a copy of it is, which leaves its files or host memory part by
+    part for the ranks' devices; `model` gets whole weights by `gather_policy`, and files by `sharded_weights`.
 
     Processes start with `start`, or with the first command. Every method raises TrainingError if a rank failed,
     TrainerRankLostError if one ended, and that or DeadlineError if one does not answer; all name the rank.
@@ -103,8 +104,8 @@ class DistributedTrainer:
         self._others: list[RankHandle] = []
         self._rendezvous: GroupRendezvous | None = None
         self._own: Trainer | RewardTrainer | None = None
-        self._healthy = False  #: the last command was done
-        self._keeps_policy, self._is_current = True, True  #: `model` has the weights of the last step
+        self._healthy, self._keeps_policy = False, True  #: the last command was done; see `start`
+        self._is_current = not is_stored(model)  #: `model` has the weights of the last step
         if self._sharded:
             model.to("cpu")
 
@@ -187,12 +188,12 @@ class DistributedTrainer:
         ):
             return own.step(experiences, version, compared)
 
-    def sharded_weights(self) -> Mapping[str, Tensor] | None:
-        """The weights, where ranks hold parts of them: ShardedWeights once they do. None: `model` itself is trained."""
+    def sharded_weights(self) -> ShardedWeights | None:
+        """The weights, where ranks hold parts of them or will. None: `model` itself is trained."""
         if not self._sharded:
             return None
         if self._own is None:
-            return {name: parameter.data for name, parameter in self._model.named_parameters()}
+            return ShardedWeights(dict(self._model.named_parameters()), lambda dtype: read_stored(self._model, dtype))
         model = self._own.model
 
         def gather(dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
@@ -210,9 +211,9 @@ class DistributedTrainer:
         return ShardedWeights(dict(model.named_parameters()), gather)
 
     def gather_policy(self) -> None:
-        """Brings the weights of the last step into `model`, in host memory, if they are not there."""
+        """Brings the weights of the last step into `model`, in host memory, if they are not there: a whole copy."""
         weights = self.sharded_weights()
-        if not isinstance(weights, ShardedWeights) or self._is_current:
+        if weights is None or self._is_current:
             return
         targets = {name: parameter.data for name, parameter in self._model.named_parameters()}
         for each in targets.values():
@@ -227,12 +228,13 @@ class DistributedTrainer:
                 parameter.data.untyped_storage().resize_(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint, the same for any number of ranks."""
+        """State for a checkpoint, the same for any number of ranks. What they hold parts of is in files' memory."""
         own = self.own
         if not self._sharded:
             return own.state_dict()
+        assert isinstance(own, Trainer), "reward models are not trained in shards"
         with self._on_all_ranks("state_dict"):
-            return own.state_dict()
+            return own.state_dict(partial(copy_to_file, folder=self._run_dir))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         own = self.own
@@ -291,10 +293,9 @@ class DistributedTrainer:
         for model in (None if self._sharded else self._model, self._teacher):
             if model is not None:
                 broadcast_weights(model)
-        trained = copy.deepcopy(self._model) if self._sharded else self._model
-        return self._spec.trainer(
-            trained, self._teacher, self._device, RankGroup(0, self._size, self._spec.config.sharding)
-        )
+        trained = take_copy(self._model) if self._sharded else self._model
+        ranks = RankGroup(0, self._size, self._spec.config.sharding)
+        return self._spec.trainer(trained, self._teacher, self._device, ranks)
 
     @contextmanager
     def _on_all_ranks(self, command: str, *details: Any) -> Iterator[None]:
