@@ -115,7 +115,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: each for file in files for name, each in load_file(file).items()}
 
 
-@pytest.mark.parametrize("sharding", ["fsdp", "tensor"])
+@pytest.mark.parametrize("sharding", ["fsdp", pytest.param("tensor", marks=pytest.mark.thorough)])
 def test_rank_0_holds_its_shard_and_a_bucket(checkpoint: Path, tmp_path: Path, sharding: str) -> None:
     peaks = measured(tmp_path / "run", checkpoint, ranks=2, sharding=sharding)
     whole = 4 * sum(each.numel() for each in load_file(checkpoint / "model.safetensors").values())
