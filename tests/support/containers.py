@@ -9,8 +9,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from rollmill.config.rollout import SamplingConfig
 from rollmill.rollout.containers import Container
 from rollmill.rollout.containers.pool import ContainerPool
@@ -48,10 +46,9 @@ def left_over() -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-def environment(folder: Path, **keys: Any) -> ContainerEnvironment:
-    """The section of an environment with an image of that folder."""
-    if not keys.keys() & {"image", "dockerfile"}:
-        keys["dockerfile"] = image_folder(folder / "image")
+def environment(folder: Path, /, **keys: Any) -> ContainerEnvironment:
+    """The section of an environment with the image of a folder, unless another one is named."""
+    keys = keys if "image" in keys else {"dockerfile": folder, **keys}
     return ContainerEnvironment.model_validate({"engine": "podman", **keys})
 
 
@@ -73,9 +70,3 @@ def in_container(section: ContainerEnvironment, test: Callable[[Container], Awai
             await pool.close()
 
     asyncio.run(run())
-
-
-@pytest.fixture(scope="module")
-def busybox(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the image with busybox, the same for all tests of a module: it is built once."""
-    return image_folder(tmp_path_factory.mktemp("image"))

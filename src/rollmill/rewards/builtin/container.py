@@ -105,15 +105,15 @@ async def _result_of(result: str, ended: ExecResult, container: Container) -> Sc
         return Score(float(ended.code == 0))
     if result == "last_line":
         lines = ended.stdout.strip().splitlines()
-        return _score(lines[-1] if lines else "")
+        return score_of(lines[-1] if lines else "")
     for path in result.split(" or "):
         content = await container.read(path, _LARGEST_RESULT)
         if content is not None and content.strip():
-            return _score(content.decode("utf-8", "replace"))
+            return score_of(content.decode("utf-8", "replace"))
     return Score(0.0, NO_RESULT)
 
 
-def _score(text: str) -> Score:
+def score_of(text: str) -> Score:
     """The score that a text gives: a number, or a JSON object of numbers, of which `reward` counts if it is there, and
     else their mean."""
     found: Any

@@ -117,7 +117,7 @@ def run_in(
         id,
         list(command),
         stdin=stdin is not None,
-        user=engine.default_user(section) if user is None else user,
+        user=user or "",  # default: that of the container
         workdir=folder or section.folder,
         environment={**section.variables, **(variables or {})},
     )

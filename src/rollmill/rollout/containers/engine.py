@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import psutil
 
 from rollmill.errors import ConfigError, EpisodeError
 from rollmill.rollout.containers.archive import folder_digest, pack
-from rollmill.rollout.containers.service import default_ulimits, podman_service
+from rollmill.rollout.containers.service import answers, default_ulimits, podman_service
 
 if TYPE_CHECKING:
     from rollmill.rollout.environments.builtin.container import ContainerEnvironment
@@ -32,8 +32,12 @@ _REMEDY = (
     "install podman (apt-get install podman) or Docker, start Docker's service, or name a socket by DOCKER_HOST or "
     "environment.engine"
 )
+SOCKETS = {
+    "docker": ["/var/run/docker.sock"],
+    "podman": [f"{folder}/podman/podman.sock" for folder in ("/run", f"/run/user/{os.getuid()}")],
+}
+"""Places of engines' sockets."""
 _CALL_S = 120.0
-_CONNECTIONS = 64
 # Sleeps for its life, and reaps processes that have lost their parent, as the first process of a container has to.
 _MAIN = ["/bin/sh", "-c", 'trap "exit 0" TERM; sleep "$1" & wait $!', "sh"]
 
@@ -45,16 +49,10 @@ def find_engine(engine: str) -> str:
     """
     if "://" in engine:
         return engine
-    runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
-    sockets = {
-        "docker": ["/var/run/docker.sock"],
-        "podman": ["/run/podman/podman.sock", f"{runtime}/podman/podman.sock"],
-    }
     if engine == "auto" and os.environ.get("DOCKER_HOST"):
         return os.environ["DOCKER_HOST"]
-    for path in sockets["docker"] + sockets["podman"] if engine == "auto" else sockets[engine]:
-        with suppress(OSError), socket.socket(socket.AF_UNIX) as tried:
-            tried.connect(path)
+    for path in SOCKETS["docker"] + SOCKETS["podman"] if engine == "auto" else SOCKETS[engine]:
+        if answers(path):
             return f"unix://{path}"
     if engine != "docker" and shutil.which("podman"):
         return "podman"
@@ -81,7 +79,6 @@ class ContainerEngine:
         self._clients = threading.local()  # connections to it are not shared by threads
         self._images: dict[str, str] = {}
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._users: dict[str, str] = {}
         try:
             self.version = self.api.version()
         except ConfigError:
@@ -185,14 +182,19 @@ class ContainerEngine:
             self.remove(id)
         return snapshot
 
-    def images(self) -> dict[str, str]:
-        """Ids of the images that runs have built or prepared here, by their names."""
-        return {
-            name: image["Id"]
-            for image in self.api.images()
-            for name in image.get("RepoTags") or []
-            if name.startswith(_REPOSITORY + "/")
-        }
+    def images(self) -> list[str]:
+        """Names of the images that runs have built or prepared here."""
+        named = [name for image in self.api.images() for name in image.get("RepoTags") or []]
+        return [name for name in named if name.startswith(_REPOSITORY + "/")]
+
+    def remove_images(self, names: Sequence[str]) -> None:
+        """Remove images. Those that are gone, or that containers use, are no error."""
+        from docker.errors import APIError
+
+        for name in names:
+            with suppress(APIError):
+                self.api.remove_image(name)
+        self._images.clear()
 
     # -- containers --------------------------------------------------------------------------------------------
 
@@ -244,7 +246,7 @@ class ContainerEngine:
             image,
             entrypoint=_MAIN,
             command=[f"{section.lifetime_s:.0f}"],
-            user="0",
+            user=section.user,
             labels={OWNER: this_process(), COMMAND: " ".join(sys.argv)[:500]},
             environment=section.variables,
             working_dir=section.folder,
@@ -267,15 +269,6 @@ class ContainerEngine:
                 if attempt == 2:
                     raise
                 time.sleep(0.2)
-
-    def default_user(self, section: ContainerEnvironment) -> str:
-        """The user that commands run as: that of the section, else of the image."""
-        if section.user is not None:
-            return section.user
-        image = self.image(section)
-        if image not in self._users:
-            self._users[image] = (self.api.inspect_image(image).get("Config") or {}).get("User") or "0"
-        return self._users[image]
 
     def written_bytes(self, id: str) -> int:
         """Bytes that a container has written to its disk."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -77,7 +79,7 @@ class PodmanService:
                 start_new_session=True,
             )
         until = time.monotonic() + _START_S
-        while not (self._folder / "socket").exists():
+        while not answers(f"{self._folder}/socket"):
             said = log.read_text(errors="replace").strip()[-500:] if log.exists() else ""
             if self._process.poll() is not None or time.monotonic() > until:
                 raise ConfigError(f"environment.engine: `podman system service` did not start: {said or 'no message'}")
@@ -89,6 +91,14 @@ def _usual_runtime() -> str | None:
     groups = Path("/sys/fs/cgroup")
     both = (groups / "unified").is_dir() or not (groups / "cgroup.controllers").exists()
     return "runc" if both and shutil.which("runc") else None
+
+
+def answers(path: str) -> bool:
+    """True if something listens on a socket."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as tried:
+        tried.connect(path)
+        return True
+    return False
 
 
 @cache

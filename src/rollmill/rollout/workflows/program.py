@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr
 from rollmill.config.workflows import WorkflowSection
 from rollmill.errors import WorkflowError
 from rollmill.files import to_jsonable
-from rollmill.types import Task
+from rollmill.types import SEALED, Task
 
 if TYPE_CHECKING:
     from rollmill.rollout.policy import Policy
@@ -95,7 +95,8 @@ class ProgramWorkflow(WorkflowSection):
         """Run the program and return its output."""
         from rollmill.data.content_parts import sendable_prompt
 
-        fields = {"id": task.id, "prompt": sendable_prompt(task), "metadata": task.metadata}
+        told = {key: value for key, value in task.metadata.items() if key != SEALED}
+        fields = {"id": task.id, "prompt": sendable_prompt(task), "metadata": told}
         payload = json.dumps(to_jsonable(fields | ({"answer": task.answer} if self.show_answer else {})))
         command = [sys.executable if self.command[0] == "python" else self.command[0], *self.command[1:]]
         pipe = asyncio.subprocess.PIPE
