@@ -31,6 +31,9 @@ _POLL_S = 1.0
 _KILL_S = 10.0
 _STDOUT = 1
 
+# Of all processes, the kernel kills those first that an agent has started when memory runs out.
+_FIRST_TO_GO = ["/bin/sh", "-c", '{ echo 500 > /proc/self/oom_score_adj; } 2>/dev/null; exec "$@"', "sh"]
+
 # Kills all that has started in the last $1 hundredths of a second, whatever it has become since: it may have lost its
 # parent, or have a session of its own. Only what the shell itself can do, so that it needs no process more. Repeated,
 # since what is being killed may start others; what cannot be read is killed as well.
@@ -113,9 +116,10 @@ def run_in(
 ) -> ExecResult:
     """Run a command in a container, and wait for its end; at the time limit kill it and all that it has started."""
     api, begun = engine.api, time.monotonic()
+    _revive(api, id)
     made = api.exec_create(
         id,
-        list(command),
+        [*_FIRST_TO_GO, *command],
         stdin=stdin is not None,
         user=user or "",  # default: that of the container
         workdir=folder or section.folder,
@@ -137,6 +141,13 @@ def run_in(
         _close(stream)
     code = None if killed else _exit_code(api, made["Id"])
     return ExecResult(code, both.text(), stdout.text(), killed)
+
+
+def _revive(api: Any, id: str) -> None:
+    """Start a container again whose first process was killed, such as for lack of memory. Files stay."""
+    state = api.inspect_container(id)["State"]
+    if not state["Running"] and state["ExitCode"] != 0:  # 0: its lifetime is over
+        api.start(id)
 
 
 def _exit_code(api: Any, exec_id: str) -> int:
