@@ -59,6 +59,18 @@ def test_a_run_with_containers_is_valid_where_no_engine_is_there(tmp_path: Path)
             {"workflow": "environment", "tools": None, "rewards": None},
             "workflow `environment` acts in episodes, and `container` has none; use workflow `tools`",
         ),
+        (
+            {"workflow": {"name": "program", "command": ["true"], "inside": True}, "tools": None},
+            "inside: it needs environment: {name: container, network: host",
+        ),
+        (
+            {
+                "workflow": {"name": "program", "command": ["true"], "inside": True, "folder": "/"},
+                "tools": None,
+                "environment": CONTAINER | {"network": "host"},
+            },
+            "folder: not honoured with inside",
+        ),
         ({"environment": CONTAINER | {"dockerfile": "."}}, "`image` and `dockerfile` both give the image"),
         ({"environment": CONTAINER | {"processes": 2}}, "not honoured by `container`, whose rollouts are apart"),
         ({"environment": CONTAINER | {"memory_gb": 2}}, "memory_gb: not honoured"),

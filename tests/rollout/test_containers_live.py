@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.containers import environment, image_folder, in_container, left_over, missing, rollout
 from support.scripted import Scripted
 from support.tiny import tiny_run
@@ -70,7 +71,7 @@ def test_a_command_gives_its_code_and_its_output(image: Path) -> None:
         assert sorted(found.output.splitlines()) == sorted([*found.stdout.splitlines(), "err"])
         assert (await container.exec(["echo", "$A", "a b"], folder="/")).stdout == "$A a b\n"
         assert (await container.exec("id -u", user="7")).stdout == "7\n"
-        assert (await container.exec("cat", stdin=b"", time_limit_s=1)).code is None  # its input stays open
+        assert (await container.exec("cat; echo end", stdin=b"in")).stdout == "inend\n"
         long = await container.exec("yes | head -c 1000000", most_output=10)
         assert long.stdout == "y\ny\ny\n... 999990 bytes left out ...\n\ny\ny\n"
         assert (await container.exec("no-such-program")).code == 127
@@ -335,6 +336,39 @@ def test_a_run_trains_on_agents_in_containers(image: Path, tmp_path: Path) -> No
     rewards = [each.reward for each in rollmill.load_experiences(tmp_path / "out", 1)]
     assert len(rewards) == 8
     assert set(rewards) <= {0.0, 1.0}
+
+
+ASKS = """wget -q -O /work/reply --header "authorization: Bearer $OPENAI_API_KEY" \\
+  --header "content-type: application/json" \\
+  --post-data '{"model": "policy", "prompt": "go", "max_tokens": 2}' $OPENAI_BASE_URL/completions
+grep -q '"prompt"' && touch /work/done && echo finished
+"""
+"""A program of a container that has nothing but busybox; its task is on stdin."""
+BESIDE = """
+import json, os, sys, urllib.request, docker
+head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+body = json.dumps({"prompt": "go", "max_tokens": 2}).encode()
+urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/completions", body, head))
+container = docker.from_env().containers.get(os.environ["ROLLMILL_CONTAINER"])
+assert container.exec_run("touch /work/done").exit_code == 0
+assert "sealed" not in json.load(sys.stdin)["metadata"]
+"""
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_unmodified_program_is_recorded_and_graded_in_its_container(
+    image: Path, tmp_path: Path, inside: bool
+) -> None:
+    (tmp_path / "beside.py").write_text(BESIDE)
+    command = ["sh", "-c", ASKS] if inside else ["python", str(tmp_path / "beside.py")]
+    path = agent_run(tmp_path, image, batch=1, group_size=2)
+    run = yaml.safe_load(path.read_text()) | {"workflow": {"name": "program", "command": command, "inside": inside}}
+    run["environment"]["network"] = "host" if inside else "none"
+    path.write_text(yaml.safe_dump(run))
+    rollmill.run(path, out=tmp_path / "out")
+    experiences = rollmill.load_experiences(tmp_path / "out", 1)
+    assert [each.reward for each in experiences] == [1.0, 1.0]
+    assert all(each.action_tokens for each in experiences)
 
 
 @pytest.mark.slow

@@ -128,7 +128,8 @@ def build_workflow(section: WorkflowSection, resources: WorkflowResources) -> Wo
     else:
         solve = component.solve
         parameters = list(inspect.signature(solve).parameters.values())[2:]
-        names = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        plain = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        names = [each.name for each in plain if each.default is each.empty or each.name in resources.sources]
         names += section.models.values()
     if "*" in names:
         others = [name for name in resources.sources if name not in names and name != ENDPOINT]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -163,10 +164,11 @@ def _frames(
 ) -> Iterator[tuple[int, bytes]]:
     """Parts of a command's output with their stream. Raises TimeoutError at the time limit, or as `watch` says."""
     sock, buffered = getattr(stream, "_sock", stream), stream._response.raw._fp.fp
-    if stdin:
+    if stdin is not None:
         sock.settimeout(max(until - time.monotonic(), 0.01))
-        with suppress(BrokenPipeError, ConnectionResetError):  # it need not read it
+        with suppress(OSError):  # it need not read it
             sock.sendall(stdin)
+            sock.shutdown(socket.SHUT_WR)
     sock.setblocking(False)
     read = bytearray(buffered.peek(1) if hasattr(buffered, "peek") else b"")  # came with the answer's header
     poll, ended = select.poll(), False
@@ -184,10 +186,14 @@ def _frames(
             if watch is not None and (said := watch()):
                 raise TimeoutError(said)
             continue
-        with suppress(BlockingIOError):
+        try:
             part = sock.recv(1 << 16)
-            read += part
-            ended = not part
+        except BlockingIOError:
+            continue
+        except ConnectionResetError:  # what it did not read of its input was on its way
+            part = b""
+        read += part
+        ended = not part
 
 
 def _written_too_much(engine: ContainerEngine, id: str, disk_mb: int) -> str:
@@ -234,6 +240,11 @@ class Container:
         self.id, self.section = id, section
         self._engine, self._threads = engine, threads
         self._turn = asyncio.Lock()
+
+    @property
+    def engine_url(self) -> str:
+        """URL of the engine's socket, for programs that use it themselves."""
+        return self._engine.url
 
     async def exec(
         self,

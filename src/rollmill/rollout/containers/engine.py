@@ -87,11 +87,16 @@ class ContainerEngine:
             raise ConfigError(f"environment.engine: {self._engine} does not answer: {error}; {_REMEDY}") from error
 
     @property
+    def url(self) -> str:
+        """URL of its socket."""
+        return podman_service(self._runtime).url() if self.own_service else self._engine
+
+    @property
     def api(self) -> Any:
         """This thread's client with the calls of Docker's API."""
         import docker
 
-        url = podman_service(self._runtime).url() if self.own_service else self._engine
+        url = self.url
         client, of = getattr(self._clients, "client", (None, ""))
         if of != url:
             client = docker.APIClient(base_url=url, version="auto", timeout=_CALL_S)
