@@ -117,7 +117,9 @@ def run_in(
 ) -> ExecResult:
     """Run a command in a container, and wait for its end; at the time limit kill it and all that it has started."""
     api, begun = engine.api, time.monotonic()
-    _revive(api, id)
+    state = api.inspect_container(id)["State"]
+    if not state["Running"] and state["ExitCode"] != 0:  # its first process was killed; 0: its lifetime is over
+        api.start(id)
     made = api.exec_create(
         id,
         [*_FIRST_TO_GO, *command],
@@ -129,7 +131,14 @@ def run_in(
     stream = api.exec_start(made["Id"], socket=True)
     both, stdout, killed = _Kept(most_output), _Kept(most_output), ""
     try:
-        watched = partial(_written_too_much, engine, id, section.disk_mb) if section.disk_mb is not None else None
+
+        def watch() -> str:
+            too_much = section.disk_mb is not None and engine.written_bytes(id) > section.disk_mb << 20
+            return (
+                f"the container has written more than {section.disk_mb} MiB: the command was killed" if too_much else ""
+            )
+
+        watched = None if section.disk_mb is None else watch
         try:
             for kind, part in _frames(stream, stdin, begun + time_limit_s, watched):
                 both.add(part)
@@ -142,13 +151,6 @@ def run_in(
         _close(stream)
     code = None if killed else _exit_code(api, made["Id"])
     return ExecResult(code, both.text(), stdout.text(), killed)
-
-
-def _revive(api: Any, id: str) -> None:
-    """Start a container again whose first process was killed, such as for lack of memory. Files stay."""
-    state = api.inspect_container(id)["State"]
-    if not state["Running"] and state["ExitCode"] != 0:  # 0: its lifetime is over
-        api.start(id)
 
 
 def _exit_code(api: Any, exec_id: str) -> int:
@@ -194,12 +196,6 @@ def _frames(
             part = b""
         read += part
         ended = not part
-
-
-def _written_too_much(engine: ContainerEngine, id: str, disk_mb: int) -> str:
-    if engine.written_bytes(id) <= disk_mb << 20:
-        return ""
-    return f"the container has written more than {disk_mb} MiB, and the command was killed"
 
 
 def _kill_younger(engine: ContainerEngine, id: str, exec_id: str, seconds: float) -> None:

@@ -36,7 +36,7 @@ SOCKETS = {
     "docker": ["/var/run/docker.sock"],
     "podman": [f"{folder}/podman/podman.sock" for folder in ("/run", f"/run/user/{os.getuid()}")],
 }
-"""Places of engines' sockets."""
+"""Places where engines of this machine listen."""
 _CALL_S = 120.0
 # Sleeps for its life, and reaps processes that have lost their parent, as the first process of a container has to.
 _MAIN = ["/bin/sh", "-c", 'trap "exit 0" TERM; sleep "$1" & wait $!', "sh"]
@@ -88,7 +88,7 @@ class ContainerEngine:
 
     @property
     def url(self) -> str:
-        """URL of its socket."""
+        """URL of the socket that it listens on."""
         return podman_service(self._runtime).url() if self.own_service else self._engine
 
     @property

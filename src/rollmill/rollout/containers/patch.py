@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-_UPDATE, _ADD, _DELETE, _MOVE = "*** Update File:", "*** Add File:", "*** Delete File:", "*** Move to:"
+_Kind = Literal["add", "update", "delete"]
+_KINDS: dict[str, _Kind] = {"*** Update File:": "update", "*** Add File:": "add", "*** Delete File:": "delete"}
+_MOVE = "*** Move to:"
 _NOWHERE = "/dev/null"
 
 
@@ -28,9 +30,9 @@ class Hunk:
 
 @dataclass(slots=True)
 class FileChange:
-    """What a patch does with one file."""
+    """The change that a patch makes to one file."""
 
-    kind: Literal["add", "update", "delete"]
+    kind: _Kind
     path: str
     target: str  #: the new path; of a file that stays in its place, the same
     hunks: list[Hunk] = field(default_factory=list)
@@ -68,14 +70,17 @@ def parse_patch(text: str) -> list[FileChange]:
     for number, line in enumerate(lines, 1):
         following = lines[number] if number < len(lines) else ""
         change = changes[-1] if changes else None
-        if header := _header(line):
-            changes.append(header)
+        if header := next((start for start in _KINDS if line.startswith(start)), None):
+            path = line.removeprefix(header).strip()
+            changes.append(FileChange(_KINDS[header], path, path))
         elif line.startswith(_MOVE) and change is not None and change.kind == "update":
             change.target = line.removeprefix(_MOVE).strip()
         elif line.startswith("--- ") and following.startswith("+++ "):
             old = _diff_path(line)
         elif line.startswith("+++ ") and old:
-            changes.append(_of_diff(old, _diff_path(line)))
+            new = _diff_path(line)
+            kind: _Kind = "add" if old == _NOWHERE else "delete" if new == _NOWHERE else "update"
+            changes.append(FileChange(kind, new if kind == "add" else old, old if kind == "delete" else new))
             old = ""
         elif line.startswith(("*** Begin Patch", "*** End Patch", "*** End of File", "diff --git ", "index ")):
             old = ""
@@ -101,23 +106,9 @@ def parse_patch(text: str) -> list[FileChange]:
     return changes
 
 
-def _header(line: str) -> FileChange | None:
-    for start, kind in ((_UPDATE, "update"), (_ADD, "add"), (_DELETE, "delete")):
-        if line.startswith(start):
-            path = line.removeprefix(start).strip()
-            return FileChange(kind, path, path)  # type: ignore[arg-type]
-    return None
-
-
 def _diff_path(line: str) -> str:
     path = line[4:].split("\t")[0].strip()
     return path if path == _NOWHERE else path.removeprefix("a/" if line.startswith("---") else "b/")
-
-
-def _of_diff(old: str, new: str) -> FileChange:
-    if old == _NOWHERE:
-        return FileChange("add", new, new)
-    return FileChange("delete", old, old) if new == _NOWHERE else FileChange("update", old, new)
 
 
 def _find(lines: Sequence[str], wanted: Sequence[str], start: int) -> int | None:

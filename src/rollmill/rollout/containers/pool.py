@@ -52,7 +52,9 @@ class ContainerPool:
         section = self._section.of_task(rollout.task)
         async with self._places:
             begun = time.perf_counter()
-            starting = self._take(section)
+            starting = self._ready.popleft() if section is self._section and self._ready else self._start(section)
+            while section is self._section and len(self._ready) < section.warm:  # for those that come next
+                self._ready.append(self._start(section))
             try:
                 id = await asyncio.wrap_future(starting)
             except BaseException:
@@ -64,14 +66,6 @@ class ContainerPool:
                 yield Container(self._engine, id, section, self._threads)
             finally:
                 self._remove(id)
-
-    def _take(self, section: ContainerEnvironment) -> Future[str]:
-        """The start of a container, which may have ended long ago; another one takes its place."""
-        if section is not self._section or not section.warm:
-            return self._start(section)
-        while len(self._ready) <= section.warm:
-            self._ready.append(self._start(section))
-        return self._ready.popleft()
 
     def _start(self, section: ContainerEnvironment) -> Future[str]:
         def start() -> str:

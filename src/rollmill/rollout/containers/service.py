@@ -46,7 +46,11 @@ class PodmanService:
     """Podman with Docker's API, started at first use and again if it has ended."""
 
     def __init__(self, runtime: str | None) -> None:
-        self._runtime = runtime or _usual_runtime()
+        groups = Path("/sys/fs/cgroup")
+        both = (groups / "unified").is_dir() or not (groups / "cgroup.controllers").exists()
+        if runtime is None and both and shutil.which("runc"):  # where both versions are mounted crun starts nothing
+            runtime = "runc"
+        self._runtime = runtime
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path()
@@ -54,43 +58,37 @@ class PodmanService:
     def url(self) -> str:
         """Start it if it does not run; return the URL of its socket. Raises ConfigError if it cannot start."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
+            if self._process is not None and self._process.poll() is None:
+                return f"unix://{self._folder}/socket"
+            # a socket's path has to be short
+            self._folder = Path(tempfile.mkdtemp(prefix="rollmill-podman-", dir="/tmp"))
+            limits = ", ".join(f'"{name}={limit}:{limit}"' for name, limit in default_ulimits().items())
+            lines = ["[containers]", f"default_ulimits = [{limits}]", "[engine]", 'events_logger = "none"']
+            if self._runtime is not None:
+                lines.append(f'runtime = "{self._runtime}"')
+            if not Path("/run/systemd/system").is_dir():
+                lines.append('cgroup_manager = "cgroupfs"')
+            configuration, log = self._folder / "containers.conf", self._folder / "log"
+            configuration.write_text("\n".join(lines) + "\n")
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    ["/bin/sh", "-c", _KEEPER, "sh", str(self._folder)],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    cwd=self._folder,  # conmon notes there that memory ran out
+                    env={**os.environ, "CONTAINERS_CONF": str(configuration)},
+                    start_new_session=True,
+                )
+            until = time.monotonic() + _START_S
+            while not answers(f"{self._folder}/socket"):
+                said = log.read_text(errors="replace").strip()[-500:] if log.exists() else ""
+                if self._process.poll() is not None or time.monotonic() > until:
+                    raise ConfigError(
+                        f"environment.engine: `podman system service` did not start: {said or 'no message'}"
+                    )
+                time.sleep(0.02)
             return f"unix://{self._folder}/socket"
-
-    def _start(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="rollmill-podman-", dir="/tmp"))  # a socket's path has to be short
-        limits = ", ".join(f'"{name}={limit}:{limit}"' for name, limit in default_ulimits().items())
-        lines = ["[containers]", f"default_ulimits = [{limits}]", "[engine]", 'events_logger = "none"']
-        if self._runtime is not None:
-            lines.append(f'runtime = "{self._runtime}"')
-        if not Path("/run/systemd/system").is_dir():
-            lines.append('cgroup_manager = "cgroupfs"')
-        configuration, log = self._folder / "containers.conf", self._folder / "log"
-        configuration.write_text("\n".join(lines) + "\n")
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                ["/bin/sh", "-c", _KEEPER, "sh", str(self._folder)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                cwd=self._folder,  # conmon notes there that memory ran out
-                env={**os.environ, "CONTAINERS_CONF": str(configuration)},
-                start_new_session=True,
-            )
-        until = time.monotonic() + _START_S
-        while not answers(f"{self._folder}/socket"):
-            said = log.read_text(errors="replace").strip()[-500:] if log.exists() else ""
-            if self._process.poll() is not None or time.monotonic() > until:
-                raise ConfigError(f"environment.engine: `podman system service` did not start: {said or 'no message'}")
-            time.sleep(0.02)
-
-
-def _usual_runtime() -> str | None:
-    """`runc` where both versions of control groups are mounted, and it is there: crun then starts nothing."""
-    groups = Path("/sys/fs/cgroup")
-    both = (groups / "unified").is_dir() or not (groups / "cgroup.controllers").exists()
-    return "runc" if both and shutil.which("runc") else None
 
 
 def answers(path: str) -> bool:

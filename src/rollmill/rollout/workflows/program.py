@@ -165,7 +165,7 @@ class ProgramWorkflow(WorkflowSection):
         return self._printed(task, code, printed.decode("utf-8", "replace"), whole, errors.decode("utf-8", "replace"))
 
     def _printed(self, task: Task, code: int | None, printed: str, whole: bool, errors: str) -> str:
-        """What the program has printed. Raises WorkflowError if it failed, or was ended (no code)."""
+        """Returns its answer. Raises WorkflowError if it failed, or was ended (no code)."""
         if code is None:
             text = f"{self._named(task)} took longer than {self.time_limit_s:g} s"
             raise WorkflowError(f"{text}; raise workflow.time_limit_s, or let it end sooner")

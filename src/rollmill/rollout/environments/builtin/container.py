@@ -34,7 +34,7 @@ class ContainerEnvironment(EnvironmentSection):
     user: str | None = None
     """User (or `UID:GID`) that commands run as. Default: the image's."""
     variables: dict[str, str] = {}
-    """Environment variables of commands."""
+    """Environment variables that commands get, in addition to the image's."""
     cpus: float = Field(1.0, gt=0)
     """CPU cores of a container."""
     memory_mb: int = Field(1024, ge=8)

@@ -133,7 +133,7 @@ class ApplyPatchTool(_FileTool):
 
 
 def read_file(path: str, first: int = 1, last: int = 0) -> str:
-    """Read a text file.
+    """Read a text file, or some of its lines.
 
     Args:
         path: the file.
