@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.containers import environment, image_folder, left_over, missing, rollout
 
+from rollmill.cli import main
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import load_taskset
 from rollmill.errors import TasksetError
@@ -168,4 +170,32 @@ def test_the_oracle_earns_one_and_an_agent_that_does_nothing_or_cheats_nothing(t
             await pool.close()
 
     asyncio.run(run())
+    assert left_over() == []
+
+
+@pytest.mark.service
+@pytest.mark.skipif(bool(missing()), reason=missing() or "there is an engine")
+def test_the_audit_names_tasks_that_nobody_can_solve_and_those_that_everybody_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("docker")
+    verdict = "#!/bin/sh\necho {} > /logs/verifier/reward.txt\n"
+    for name, test in {"fair": TEST, "hopeless": verdict.format(0), "free": verdict.format(1)}.items():
+        image_folder(task_folder(tmp_path / "tasks" / name, test=test) / "environment", "RUN chown 1000 /work\n")
+    (tmp_path / "run.yaml").write_text(
+        f"""
+model: {{new: {{hidden_size: 32, layers: 1, tokenizer: {{kind: char}}}}}}
+taskset: {{harbor: {tmp_path}/tasks}}
+workflow: react
+environment: {{name: container, engine: podman}}
+tools: [shell]
+rewards: [{{name: container}}]
+"""
+    )
+    assert main(["audit", str(tmp_path / "run.yaml"), "--json"]) == 1
+    found = {each["check"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["container_oracle"]["tasks"] == ["hopeless"]
+    assert found["container_empty"]["tasks"] == ["free"]
+    assert found["container_errors"]["severity"] == "ok"
+    assert "oracle" not in found  # there is no text to score
     assert left_over() == []
