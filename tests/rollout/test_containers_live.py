@@ -25,6 +25,7 @@ from rollmill.cli import main
 from rollmill.config.rewards import RewardManagerConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.errors import ConfigError, EpisodeError
+from rollmill.plugins import call_hook
 from rollmill.rewards import build_reward_manager
 from rollmill.rewards.base import TIMEOUT
 from rollmill.rewards.builtin.container import NO_RESULT, ContainerReward
@@ -37,8 +38,9 @@ from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
 from rollmill.rollout.tools.builtin.files import ApplyPatchTool, ReadFileTool, WriteFileTool
 from rollmill.rollout.tools.builtin.shell import ShellTool
 from rollmill.rollout.tools.pool import ToolPool
+from rollmill.rollout.workflows.program import ProgramWorkflow
 from rollmill.rollout.workflows.tools import ToolWorkflow
-from rollmill.types import Task
+from rollmill.types import Experience, Task
 
 pytestmark = [
     pytest.mark.service,
@@ -369,6 +371,72 @@ def test_an_unmodified_program_is_recorded_and_graded_in_its_container(
     experiences = rollmill.load_experiences(tmp_path / "out", 1)
     assert [each.reward for each in experiences] == [1.0, 1.0]
     assert all(each.action_tokens for each in experiences)
+
+
+SHIM = """#!/bin/sh
+case $1 in run) echo "$ROLLMILL_CONTAINER" ;; exec) shift; exec "$PYTHON" "$EXEC" "$@" ;; esac
+"""
+"""The program `docker` of an agent: the container that it asks for is the rollout's, which it need not stop."""
+SHIM_EXEC = """
+import os, sys, docker
+words = sys.argv[1:]
+container = docker.from_env().containers.get(os.environ["ROLLMILL_CONTAINER"])
+ended = container.exec_run(words[words.index(container.id) + 1 :], workdir=words[words.index("-w") + 1])
+sys.stdout.buffer.write(ended.output)
+sys.exit(ended.exit_code)
+"""
+
+
+def test_mini_swe_agent_works_unchanged_in_the_rollouts_container(image: Path, tmp_path: Path) -> None:
+    pytest.importorskip("minisweagent")
+    for name, text in {"docker": SHIM, "exec.py": SHIM_EXEC}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "docker").chmod(0o755)
+    settings = {
+        "agent.step_limit": 3,
+        "environment.environment_class": "docker",
+        "environment.image": "any",
+        "environment.executable": tmp_path / "docker",
+        "environment.cwd": "/work",
+        "environment.interpreter": '["sh","-c"]',
+        "model.model_class": "litellm_textbased",
+    }
+    command = [sys.executable, "-m", "minisweagent.run.mini", "-y", "--exit-immediately", "-m", "openai/policy"]
+    command += ["-t", "Write 391 to answer.", "-o", str(tmp_path / "trajectory.json"), "-c", "mini_textbased.yaml"]
+    command += [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
+    variables = {
+        "PYTHON": sys.executable,
+        "EXEC": str(tmp_path / "exec.py"),
+        "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "settings"),
+        "MSWEA_CONFIGURED": "true",
+        "MSWEA_COST_TRACKING": "ignore_errors",
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
+    }
+    block = "I do it.\n\n```mswea_bash_command\n{}\n```"
+    tokenizer = toy_tokenizer()
+    chat = ChatRenderer(tokenizer, frozenset([tokenizer.eos_token_id]))
+    submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+    engine: Any = Scripted(chat, block.format("echo 391 > answer"), block.format(submit))
+    reward = ContainerReward(name="container", command='test "$(cat /work/answer)" = 391')
+    judge = build_reward_manager([reward], RewardManagerConfig(), tokenizer=tokenizer)
+
+    async def run() -> list[Experience]:
+        server = call_hook("policy_server", engine, chat, 1 << 17, 60.0)
+        resources = WorkflowResources(judge, environment(image), server)
+        try:
+            section = ProgramWorkflow(command=command, environment=variables)
+            workflow = build_workflow(section, resources)
+            assert workflow is not None
+            runner = WorkflowRunner(RetryingWorkflow(workflow, RolloutConfig()), engine, chat, judge)
+            return await runner.group(Task("t", "go"), SamplingConfig(), n=1, seed=1, group="g")
+        finally:
+            await resources.close()
+
+    experiences = asyncio.run(run())
+    judge.close()
+    assert [each.reward for each in experiences] == [1.0] * len(experiences)
+    assert sum(int(each.action_mask.sum()) for each in experiences) > 0
+    assert len(engine.requests) == 2
 
 
 @pytest.mark.slow

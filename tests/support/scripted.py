@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import numpy as np
 
 from rollmill.engines.base import GenerationRequest
@@ -24,6 +26,10 @@ class Scripted:
             raise ContextLengthError("the prompt is too long")
         self.requests.append(request)
         return [self._completion(request, self._lines.pop(0), index) for index in range(request.n)]
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
+        for completion in await self.generate(request):
+            yield completion
 
     def _completion(self, request: GenerationRequest, line: str, index: int) -> Completion:
         stop = next((each for each in request.sampling.stop if line.endswith(each)), None)
