@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes: each would compile the modules that it imports where this variable is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough test-simulated-gpu test-simulated-gpu-thorough net fault-board postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup tinker-setup templates-setup docs gpu-check gpu-wheels wheels clean
+.PHONY: setup quickstart quickstart-real test test-slow test-services test-long test-thorough test-simulated-gpu test-simulated-gpu-thorough net fault-board postgres postgres-installed chromium-installed podman-installed lint format bench bench-setup vllm-setup verifiers-setup trackers-setup tinker-setup templates-setup docs gpu-check gpu-wheels wheels clean
 
 setup: $(STAMP)
 
@@ -41,17 +41,17 @@ test-slow: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not service and not thorough'
 
 # Against a PostgreSQL of its own, in a temporary folder, and in a headless browser.
-test-services: setup postgres-installed chromium-installed
+test-services: setup postgres-installed chromium-installed podman-installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m service
 
 # Both of them at once, as CI runs them: tests are collected once, and no process waits for another in between. A file's
 # tests stay together, since they share what takes long to make; the last files are short. Three at once, since many of
 # them wait: for deadlines, and for processes that start.
-test-long: setup postgres-installed chromium-installed
+test-long: setup postgres-installed chromium-installed podman-installed
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 30 -m '(slow or service) and not thorough'
 
 # The benchmarks with small numbers, runs that learn for minutes, and variants of slow tests of which CI runs one each.
-test-thorough: setup postgres-installed chromium-installed
+test-thorough: setup postgres-installed chromium-installed podman-installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 -m thorough
 
 # The CUDA path on two simulated GPUs: tests/support/simulated_cuda. Compiled at first use, which needs g++.
@@ -88,6 +88,10 @@ postgres-installed:
 
 chromium-installed:
 	@for name in chromium chromium-browser google-chrome; do ! command -v $$name >/dev/null || exit 0; done; $(call install,chromium)
+
+# runc, as crun starts nothing where both versions of control groups are mounted; tests make their image of busybox.
+podman-installed:
+	@{ command -v podman && command -v runc && test -x /bin/busybox; } >/dev/null || $(call install,podman runc busybox-static)
 
 # By root, where there is apt-get; else says what is missing.
 install = { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy $(1); } \

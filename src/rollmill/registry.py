@@ -91,6 +91,7 @@ def _positional_count(target: Callable[..., Any]) -> int:
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 JUDGE, ENVIRONMENT, TOOLS, EXAMPLES, ENDPOINT = "judge", "environment", "tools", "examples", "endpoint"
+CONTAINER = "container"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -98,11 +99,11 @@ def workflow(target: Target) -> Target:
     """Register a workflow under its name: `workflow: NAME`, or `workflow: {name: NAME, ...}` with options.
 
     It is an `async def solve(task, policy)`. Further parameters are passed by name: `judge` (computes the configured
-    `rewards` of a reply), `environment` (a fresh one), `tools` (those of the section), `examples` (other tasks of the
-    taskset that have a worked solution), `endpoint` (the policy as an OpenAI-compatible server: `base_url`,
-    `api_key`), and every name under `models`. Keyword-only parameters with a type and a default are keys of the run
-    file. It returns the reward: a number, a mapping of parts (their sum counts), the result of `judge`, or None to
-    reject the rollout.
+    `rewards` of a reply), `environment` (a fresh one), `container` (that of `environment: container`), `tools` (those
+    of the section), `examples` (other tasks of the taskset that have a worked solution), `endpoint` (the policy as an
+    OpenAI-compatible server: `base_url`, `api_key`), and every name under `models`. Keyword-only parameters with a type
+    and a default are keys of the run file. It returns the reward: a number, a mapping of parts (their sum counts), the
+    result of `judge`, or None to reject the rollout.
 
     Raises ConfigError naming file and line: it is no async function, does not take task and policy, or an option lacks
     a type or a default.

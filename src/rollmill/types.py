@@ -27,6 +27,9 @@ DraftUseArray = npt.NDArray[np.uint8]
 REASONING_START, REASONING_END = "<think>", "</think>"
 """Tags of reasoning that most models use."""
 
+SEALED = "sealed"
+"""Key of a task's metadata with what its agent must not see: how its container is made, and how it is graded."""
+
 IMPORTED_FROM = "imported_from"
 """Key of `Experience.info`: the other run that produced the experience; its versions are not this run's."""
 

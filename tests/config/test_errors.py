@@ -173,7 +173,7 @@ CASES = {
     "no pattern": (GOOD.replace("math", "format"), "rewards.0: give exactly one of pattern, tags, sections"),
     "two sources": (
         GOOD.replace("tasks.jsonl", "tasks.jsonl, function: 'm:f'"),
-        "run.yaml:2: taskset: give exactly one of path, generator, function and mix (found path and function)",
+        "run.yaml:2: taskset: give exactly one of path, generator, function, harbor and mix (found path and function)",
     ),
     "no rule to stop": (GOOD + EVALUATION + "early_stop: {}", "run.yaml:5: early_stop: give at_least or patience"),
     # YAML

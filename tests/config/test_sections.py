@@ -84,7 +84,9 @@ def test_every_component_does_its_work_itself(package: str) -> None:
     found = components(package)
     assert len({section_tag(each) for each in found}) == len(found) > 0
     for section in found:
-        assert getattr(section, method, None) is not getattr(base, method, None), section
+        # one with containers has no episodes: it says what container a task gets
+        own = "of_task" if getattr(section, "containers", False) else method
+        assert getattr(section, own, None) is not getattr(base, own, None), section
         assert not section.implementation
 
 

@@ -148,7 +148,7 @@ def test_a_pipeline_may_stand_in_an_entry_and_beside_the_mix(two: list[dict[str,
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"path": "x.jsonl"}, "give exactly one of path, generator, function and mix (found path and mix)"),
+        ({"path": "x.jsonl"}, "give exactly one of path, generator, function, harbor and mix (found path and mix)"),
         ({"sampler": "sequential"}, "sampler is not honoured beside mix; write it in the entries of mix"),
         ({"template": "{q}"}, "template is not honoured beside mix"),
         (
@@ -157,7 +157,7 @@ def test_a_pipeline_may_stand_in_an_entry_and_beside_the_mix(two: list[dict[str,
         ),
         (
             {"mix": [{"name": "a"}]},
-            "run.yaml:5: taskset.mix.0: give exactly one of path, generator and function (found",
+            "run.yaml:5: taskset.mix.0: give exactly one of path, generator, function and harbor (found",
         ),
         (
             {"mix": [{"name": "a/b", "path": "a.jsonl"}]},

@@ -92,6 +92,10 @@ RUN_ELSEWHERE = {
     "rollmill plan examples/minimal.yaml --cores 8 --memory-gb 16 --json": (
         "tests/apps/plan/test_planning_plan.py::test_the_command"
     ),
+    **dict.fromkeys(
+        ("rollmill containers list", "rollmill containers remove", "rollmill containers remove --images"),
+        "tests/rollout/test_containers_live.py::test_containers_and_images_are_listed_and_removed_by_commands",
+    ),
     "rollmill sandbox check": "tests/cli/test_sandbox.py::test_check_says_what_each_backend_is_worth",
     (
         "rollmill grade --reward ranking --input answers.jsonl "

@@ -9,15 +9,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
+from support.scripted import Scripted
 from support.toys import toy_tokenizer
 
 from rollmill.config.rewards import RewardManagerConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.workflows import CompactionConfig, WorkflowSection
-from rollmill.engines.base import GenerationRequest
-from rollmill.errors import ConfigError, ContextLengthError, WorkflowError
+from rollmill.errors import ConfigError, WorkflowError
 from rollmill.rewards import build_reward_manager
 from rollmill.rewards.builtin.exact import ExactReward
 from rollmill.rewards.grading import completion_from_text
@@ -34,41 +33,11 @@ from rollmill.rollout.workflows.react import ReActWorkflow, parse_action
 from rollmill.rollout.workflows.reflection import ReflectionWorkflow
 from rollmill.rollout.workflows.tools import ToolWorkflow
 from rollmill.rollout.workflows.vote import VoteWorkflow, majority_vote
-from rollmill.types import Completion, Experience, StopReason, Task
+from rollmill.types import Experience, Task
 
 CHAT = Task("t", [{"role": "user", "content": "17*23?"}], answer="391")
 PLAIN = Task("t", "17*23?\n", answer="391")
 CALL = '{"tool": "calculator", "args": {"expression": "17*23"}}'
-
-
-class Scripted:
-    """An engine that says its lines one after the other, each ended by EOS or by a stop string."""
-
-    version = 0
-
-    def __init__(self, chat: ChatRenderer, *lines: str, room: int = 10**6) -> None:
-        self._chat, self._lines, self._room = chat, list(lines), room
-        self.requests: list[GenerationRequest] = []
-
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
-        if len(request.prompt_ids) > self._room:
-            raise ContextLengthError("the prompt is too long")
-        self.requests.append(request)
-        return [self._completion(request, self._lines.pop(0), index) for index in range(request.n)]
-
-    def _completion(self, request: GenerationRequest, line: str, index: int) -> Completion:
-        stop = next((each for each in request.sampling.stop if line.endswith(each)), None)
-        ids = self._chat.encode(line) + ([] if stop else [self._chat.tokenizer.eos_token_id])
-        tokens, zeros = np.array(ids, np.int32), np.zeros(len(ids), np.float32)
-        reason = StopReason.STOP if stop else StopReason.EOS
-        text = line[: len(line) - len(stop or "")]
-        return Completion(
-            np.array(request.prompt_ids, np.int32), tokens, zeros, tokens * 0, zeros, text, reason, 0, index
-        )
-
-    def prompts(self) -> list[str]:
-        """What was asked, as text."""
-        return [self._chat.decode(list(each.prompt_ids)) for each in self.requests]
 
 
 def rolled(

@@ -120,7 +120,7 @@ def test_output_that_nobody_reads_does_not_keep_a_stopped_program(monkeypatch: p
         monkeypatch.setattr(program, "_read", unread)
         loud = ProgramWorkflow(command=["python", "-c", "while True: print('x' * 100_000)"])
         access: Any = SimpleNamespace(base_url="", address="", api_key="")
-        running = asyncio.ensure_future(loud._run(Task("t", "?"), access))
+        running = asyncio.ensure_future(loud._run(Task("t", "?"), access, None))
         await asyncio.sleep(0.5)  # it has printed more than is taken in unread
         running.cancel()
         await asyncio.wait([running], timeout=10)

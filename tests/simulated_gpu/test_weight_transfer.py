@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollmill.engines.vllm.extension import SharedWeightsExtension
 from rollmill.weights import (
     BroadcastReceiver,
     BroadcastSender,
@@ -27,7 +28,6 @@ from rollmill.weights import (
 from rollmill.weights.buckets import load_tensors, pack_block
 from rollmill.weights.cuda_ipc import IPCSender
 from rollmill.weights.layout import BlockLayout
-from rollmill.weights.vllm_extension import SharedWeightsExtension
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

@@ -43,7 +43,12 @@ COMMANDS = {
 """Command name -> module:function."""
 HANDLE_SIGNALS = ("run", "resume", "serve")
 """Commands that end in their own way at SIGTERM and SIGHUP; all others end as at Ctrl-C."""
-GROUPS = {"buffer": "rollmill.cli.buffer", "sandbox": "rollmill.cli.sandbox", "tasks": "rollmill.cli.tasks"}
+GROUPS = {
+    "buffer": "rollmill.cli.buffer",
+    "containers": "rollmill.cli.containers",
+    "sandbox": "rollmill.cli.sandbox",
+    "tasks": "rollmill.cli.tasks",
+}
 """Name of a group of commands -> module with HELP and COMMANDS."""
 
 

@@ -65,6 +65,7 @@ def command(
         raise ConfigError("\n".join(f"{config}: {each}" for each in missing))
     if data:
         _check_engines(run)
+        _check_containers(run)
     tasksets = load_tasksets(run) if data else {}
     counts = _counted(run, tasksets)
     if data:
@@ -97,6 +98,16 @@ def _check_engines(run: LoadedRun) -> None:
     for python in dict.fromkeys(each.reader_python() for each in engines):
         if python is not None:
             require_torchvision(kind, python, probe_python(python))
+
+
+def _check_containers(run: LoadedRun) -> None:
+    """Look for the engine of every environment with containers. Raises ConfigError with the remedy if there is none."""
+    from rollmill.rollout.containers.engine import ContainerEngine
+    from rollmill.rollout.environments.builtin.container import ContainerEnvironment
+
+    sections = [each for stage in run.stages for _, each in stage.walk() if isinstance(each, ContainerEnvironment)]
+    for engine, runtime in dict.fromkeys((each.engine, each.runtime) for each in sections):
+        ContainerEngine(engine, runtime)
 
 
 def _print_matrix(as_json: bool) -> None:

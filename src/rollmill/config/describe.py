@@ -313,8 +313,12 @@ def _taskset(taskset: TasksetConfig, count: TaskCount | None) -> str:
 
 def _source(taskset: TasksetSection) -> str:
     generator = taskset.generator
-    source = f"reasoning-gym {generator.name}" if generator else f"{taskset.path or taskset.function or ''}"
-    apart = {"path", "generator", "function", "fields", "pipeline", "sampler", "mix", "name", "weight"}
+    source = (
+        f"reasoning-gym {generator.name}"
+        if generator
+        else f"{taskset.path or taskset.function or taskset.harbor or ''}"
+    )
+    apart = {"path", "generator", "function", "harbor", "fields", "pipeline", "sampler", "mix", "name", "weight"}
     details = [_options(taskset, skip=apart, changed=True)]
     if fields := _options(taskset.fields, changed=True):
         details.append(f"fields {fields}")

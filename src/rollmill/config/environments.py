@@ -16,6 +16,7 @@ class EnvironmentSection(NamedSection):
     """
 
     needs_generator: ClassVar[bool] = False  #: acts on tasks of `taskset.generator` only
+    containers: ClassVar[bool] = False  #: gives each rollout a container to work in, and no episode of its own
 
     processes: int = Field(0, ge=0)
     """Number of worker processes for environments, several environments in each; 0: threads of this process. For

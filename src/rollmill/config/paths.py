@@ -26,6 +26,8 @@ _STAGE = [
     ["algorithm", "teacher"],
     ["workflow", "folder"],
     *([*reward, "path"] for reward in _REWARDS),
+    *([*reward, "files", "*"] for reward in _REWARDS),
+    *([*of, "environment", *key] for of in ([], *_HELD_OUT_SETS) for key in (["dockerfile"], ["files", "*"])),
     ["tools", "*", "path"],
     ["models", "*", "path"],
 ]
@@ -39,8 +41,8 @@ _SQLITE_FILE = re.compile(r"(sqlite(?:\+\w+)?:///)((?!:memory:)[^/].*)")
 
 
 def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) -> Node:
-    """Returns the tree with absolute paths: `model.path`, `plugins`, those of tasksets, rewards, tools and models,
-    `FILE.py:NAME` functions, and the SQLite file in `buffer.url`.
+    """Returns the tree with absolute paths: `model.path`, `plugins`, those of tasksets, rewards, environments, tools
+    and models, `FILE.py:NAME` functions, and the SQLite file in `buffer.url`.
 
     A path that does not exist is a problem if `required`; otherwise it stays as written.
     """
@@ -64,6 +66,10 @@ def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) 
 
     def settle_file(node: Node) -> Node:
         return settle(node) if str(node.value).endswith(".py") else node
+
+    def settle_folder(node: Node) -> Node:
+        """Resolves a path that is never the name of a data set of the hub."""
+        return _changed(node, _lookup(node, node.value, problems, required)) if isinstance(node.value, str) else node
 
     def settle_python(node: Node) -> Node:
         """Resolves the path of a Python interpreter, which need not exist yet. Symbolic links are kept."""
@@ -90,6 +96,8 @@ def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) 
             root = edit(root, prefix + pattern, settle)
         for pattern in _STAGE_CODE:
             root = edit(root, prefix + pattern, settle_code)
+        for rows in _TASKS:
+            root = edit(root, [*prefix, *rows, "harbor"], settle_folder)
         root = edit(root, [*prefix, "offline_data", "sources", "*"], settle_source)
         root = edit(root, [*prefix, "workflow", "taskset"], settle_file)
         for section in ("workflow", "engine"):

@@ -20,6 +20,7 @@ from rollmill.config.section import Section, expand_name, find_sections, section
 if TYPE_CHECKING:
     from rollmill.rewards.base import RewardResult, Score
     from rollmill.rewards.resources import RewardResources
+    from rollmill.rollout.containers import Container
     from rollmill.types import Completion, Task
 
 _BUILT_IN = "rollmill.rewards.builtin"
@@ -58,6 +59,8 @@ class Reward(Section):
     """Scores a single completion (`score`), all of a task together (`score_group`), or either."""
     needs_generator: ClassVar[bool] = False
     """Scores only tasks of a `generator`."""
+    uses_container: ClassVar[bool] = False
+    """Looks into the rollout's container (`score_container`), once its agent has ended."""
     weight: float = 1.0
     """Weight of this part in the sum. At 0 it is only logged."""
     clip: tuple[float, float] | None = None
@@ -130,6 +133,10 @@ class Reward(Section):
 
     async def score(self, task: Task, completion: Completion) -> Score:
         """Scores one completion."""
+        raise NotImplementedError
+
+    async def score_container(self, task: Task, container: Container) -> Score:
+        """Scores what an agent has left in its container."""
         raise NotImplementedError
 
     async def score_group(

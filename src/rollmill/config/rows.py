@@ -74,6 +74,8 @@ class RowsSection(Section):
     generator: GeneratorConfig | None = None
     function: str | None = None
     """`FILE.py:NAME` (or `package.module:NAME`) of a Python function that returns or yields rows (mappings)."""
+    harbor: Path | None = None
+    """A task folder of Harbor, or a folder of them, for `environment: container` and the reward `container`."""
     options: dict[str, Any] = {}
     """Keyword arguments for `function`. Only with `function`."""
     preset: Preset | None = None
@@ -114,7 +116,7 @@ class RowsSection(Section):
 
     def sources(self) -> list[str]:
         """Returns the keys that give a data source; there should be exactly one."""
-        return [key for key in ("path", "generator", "function") if getattr(self, key) is not None]
+        return [key for key in ("path", "generator", "function", "harbor") if getattr(self, key) is not None]
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -134,4 +136,4 @@ class RowsSection(Section):
         return self
 
     def _choices(self) -> str:
-        return "path, generator and function"
+        return "path, generator, function and harbor"

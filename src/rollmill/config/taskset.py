@@ -66,7 +66,7 @@ class TasksetConfig(TasksetSection):
         return [*super().sources(), *(["mix"] if self.mix else [])]
 
     def _choices(self) -> str:
-        return "path, generator, function and mix"
+        return "path, generator, function, harbor and mix"
 
     @model_validator(mode="after")
     def _entries_say_the_rest(self) -> Self:

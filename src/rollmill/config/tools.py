@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rollmill.rollout.tools.pool import ToolPool
     from rollmill.rollout.tools.toolbox import Tool
-    from rollmill.types import Task
+    from rollmill.rollout.workflow import Rollout
 
 
 class ToolSection(NamedSection):
@@ -22,6 +22,8 @@ class ToolSection(NamedSection):
 
     many: ClassVar[bool] = False
     """It stands for several tools, which have their own names."""
+    uses_container: ClassVar[bool] = False
+    """It works in the rollout's container."""
 
     called: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Tool name shown to the policy. Default: `name`. The tools of `mcp` have the server's names, with this and `_` in
@@ -46,6 +48,6 @@ class ToolSection(NamedSection):
     def setup(self, pool: ToolPool) -> None:
         """Make what all rollouts of a stage share. Raises ConfigError if it lacks a library."""
 
-    def open(self, task: Task, stack: AsyncExitStack) -> Tool | Sequence[Tool]:
+    def open(self, rollout: Rollout, stack: AsyncExitStack) -> Tool | Sequence[Tool]:
         """Returns the tool, or several, for one rollout, which closes the stack at its end."""
         raise NotImplementedError

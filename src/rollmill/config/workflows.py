@@ -94,9 +94,9 @@ class CompactionConfig(Section):
         "The conversation is about to be cut. Write down all that is needed to go on without it: what was asked, what "
         "was found out and done so far, and what comes next."
     )
-    """What the policy is told to get the summary."""
+    """Text that asks the policy for the summary."""
     opening: str = "Notes on what was done so far:\n{summary}"
-    """What the conversation goes on with after its first messages, with the placeholder {summary}."""
+    """Text with which the conversation goes on after its first messages, with the placeholder {summary}."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Longest summary; null: that of `rollout`."""
     learn: bool = True

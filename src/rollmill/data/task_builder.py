@@ -163,7 +163,7 @@ class TaskBuilder:
             raise BadRowError(f"{error}{advice}") from error
 
     def _id(self, row: Row, number: int) -> str:
-        column = self._config.fields.id
+        column = "id" if self._config.harbor is not None else self._config.fields.id
         if column is None:
             return f"{self._name}:{number}"
         value = _column(row, column, "taskset.fields.id")

@@ -15,6 +15,7 @@ from rollmill.config.rows import RowsSection
 from rollmill.config.samplers import SamplerSection
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.data.generators import call_row_function, generate_rows
+from rollmill.data.harbor import read_harbor
 from rollmill.data.images import image_refs_of
 from rollmill.data.layouts import RESPONSE_MESSAGES, SWITCHES
 from rollmill.data.operators.batch import TaskOperatorReport
@@ -183,6 +184,8 @@ def _records(config: RowsSection) -> SourceRows:
         return read_path(config.path, config.split, config.subset)
     if config.generator is not None:
         return generate_rows(config.generator)
+    if config.harbor is not None:
+        return read_harbor(config.harbor)
     assert config.function is not None
     return call_row_function(config.function, config.options)
 
@@ -195,6 +198,8 @@ def _name(config: RowsSection) -> str:
         return f"{stem}/{config.split}" if config.split else stem
     if config.generator is not None:
         return config.generator.name
+    if config.harbor is not None:
+        return config.harbor.name
     assert config.function is not None
     return config.function.rpartition(":")[2]
 
@@ -216,7 +221,7 @@ def _check_rows(name: str, config: RowsSection, tasks: list[Task], rejected: lis
 
 
 def _source(config: RowsSection) -> Any:
-    return config.path or config.function or config.generator
+    return config.path or config.function or config.harbor or config.generator
 
 
 def _first(rejected: list[RejectedRow]) -> str:

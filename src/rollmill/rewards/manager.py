@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollmill.concurrency import retrieve_error
 from rollmill.config.rewards import Reward, RewardManagerConfig, reward_part_names
@@ -31,6 +31,9 @@ from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 from rollmill.waiting import patient_timeout
 from rollmill_grading.errors import GraderProcessLostError, GradingError
+
+if TYPE_CHECKING:
+    from rollmill.rollout.containers import Container
 
 Result = TypeVar("Result")
 _GRACE_S = 0.05
@@ -95,11 +98,18 @@ class RewardManager:
         }
 
     async def score(
-        self, task: Task, completion: Completion, *, group_follows: bool = False, role: str | None = None
+        self,
+        task: Task,
+        completion: Completion,
+        *,
+        group_follows: bool = False,
+        role: str | None = None,
+        container: Container | None = None,
     ) -> RewardResult:
         """Score one completion; never blocks the event loop.
 
         Args:
+            container: that of the rollout, for the rewards that look into it; without one they do not apply.
             role: role of the policy that it was generated in: rewards of other roles do not score it.
             group_follows: the caller will pass the result to `add_group_rewards`; required if a reward can only score
                 groups.
@@ -114,10 +124,10 @@ class RewardManager:
             names = ", ".join(together)
             raise RewardError(f"reward `{names}` sees all completions of a task together; score the whole group")
         started = time.perf_counter()
-        scores = await self._run_rewards(_scoring(self._gates, task, role), task, completion)
+        scores = await self._run_rewards(_scoring(self._gates, task, role), task, completion, container)
         failed_gate = self._find_failed_gate(scores, completion)
         if failed_gate is None:
-            scores |= await self._run_rewards(_scoring(self._single, task, role) | alone, task, completion)
+            scores |= await self._run_rewards(_scoring(self._single, task, role) | alone, task, completion, container)
         last = not (group_follows and self._groupwise)
         found = self._combine(scores, completion, time.perf_counter() - started, failed_gate, last)
         return found if role is None else replace(found, role=role)
@@ -153,17 +163,21 @@ class RewardManager:
     # -- running -----------------------------------------------------------------------------------------------
 
     async def _run_rewards(
-        self, rewards: Mapping[str, Reward], task: Task, completion: Completion
+        self, rewards: Mapping[str, Reward], task: Task, completion: Completion, container: Container | None
     ) -> dict[str, _Timed]:
-        scores = await _gather_or_cancel([self._run_reward(name, task, completion) for name in rewards])
+        scores = await _gather_or_cancel([self._run_reward(name, task, completion, container) for name in rewards])
         return dict(zip(rewards, scores, strict=True))
 
-    async def _run_reward(self, name: str, task: Task, completion: Completion) -> _Timed:
+    async def _run_reward(self, name: str, task: Task, completion: Completion, container: Container | None) -> _Timed:
         queued_at = time.perf_counter()
         reward = self._rewards[name]
         try:
             # without waiting if it can: a task of the event loop for the time limit costs more than a quick call
-            begun = reward.begin(task, completion)
+            begun: Score | Awaitable[Score]
+            if reward.uses_container:
+                begun = Score(None) if container is None else reward.score_container(task, container)
+            else:
+                begun = reward.begin(task, completion)
             score = begun if isinstance(begun, Score) else await self._in_time(begun)
         except Exception as raised:
             error = _own_error(raised)

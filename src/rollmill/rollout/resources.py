@@ -12,8 +12,11 @@ from rollmill.config.environments import EnvironmentSection
 from rollmill.config.tools import ToolSection
 from rollmill.config.workflows import WorkflowSection
 from rollmill.errors import ConfigError
-from rollmill.registry import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS, build_component
+from rollmill.registry import CONTAINER, ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS, build_component
 from rollmill.rewards import RewardManager
+from rollmill.rollout.containers import Container
+from rollmill.rollout.containers.pool import ContainerPool
+from rollmill.rollout.environments.builtin.container import ContainerEnvironment
 from rollmill.rollout.environments.pool import EnvironmentPool
 from rollmill.rollout.tools.pool import ToolPool
 from rollmill.rollout.workflow import PolicyServer, ResourceFactory, Rollout, RolloutScorer, Workflow
@@ -54,7 +57,13 @@ class WorkflowResources:
         examples: Sequence[Task] = (),
     ) -> None:
         self.groupwise = rewards.groupwise  #: whether some reward compares a group's completions
-        self._environments = None if environment is None else EnvironmentPool(environment)
+        self._environments: EnvironmentPool | ContainerPool | None = None
+        self.container: ResourceFactory | None = None  #: starts the container of a rollout
+        if isinstance(environment, ContainerEnvironment):
+            self._environments = ContainerPool(environment)
+            self.container = self._environments.one
+        elif environment is not None:
+            self._environments = EnvironmentPool(environment)
         self._tools = ToolPool(tools) if tools else None
         self._reported: dict[str, float] = {}
         self._shared: list[tuple[WorkflowSection, AsyncClosable]] = []
@@ -65,7 +74,9 @@ class WorkflowResources:
         }
         if endpoint is not None:
             self.sources[ENDPOINT] = endpoint.one
-        if self._environments is not None:
+        if self.container is not None:
+            self.sources[CONTAINER] = _container_of
+        elif self._environments is not None:
             self.sources[ENVIRONMENT] = self._environments.one
         if self._tools is not None:
             self.sources[TOOLS] = self._tools.one
@@ -117,7 +128,8 @@ def build_workflow(section: WorkflowSection, resources: WorkflowResources) -> Wo
     else:
         solve = component.solve
         parameters = list(inspect.signature(solve).parameters.values())[2:]
-        names = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        plain = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        names = [each.name for each in plain if each.default is each.empty or each.name in resources.sources]
         names += section.models.values()
     if "*" in names:
         others = [name for name in resources.sources if name not in names and name != ENDPOINT]
@@ -132,7 +144,13 @@ def build_workflow(section: WorkflowSection, resources: WorkflowResources) -> Wo
     sources = {name: resources.sources[name] for name in names}
     if section.forces_sampling and resources.endpoint is not None:
         sources[ENDPOINT] = partial(resources.endpoint.one, forced=True)
-    return Workflow(section.name, solve, sources)
+    return Workflow(section.name, solve, sources, resources.container)
+
+
+@asynccontextmanager
+async def _container_of(rollout: Rollout) -> AsyncIterator[Container]:
+    assert rollout.container is not None, "the workflow starts it first"
+    yield rollout.container
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.data.content_parts import hide_pictures, show_pictures
 from rollmill.rewards import RewardManager, RewardResult
 from rollmill.rewards.values import RewardValue, validate_value
+from rollmill.rollout.containers import Container
 from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.recorder import Recorder
 from rollmill.types import Completion, Task
@@ -41,6 +42,7 @@ class Rollout:
     policy: Policy
     recorder: Recorder
     scored: list[tuple[Completion, RewardResult]] = field(default_factory=list)
+    container: Container | None = None  #: which its tools and rewards share
 
 
 ResourceFactory = Callable[[Rollout], AbstractAsyncContextManager[Any]]
@@ -105,15 +107,23 @@ class RolloutResult:
 
 
 class Workflow:
-    """A workflow with the sources of its arguments, by name."""
+    """A workflow with the sources of its arguments, by name, and of its rollouts' containers."""
 
-    def __init__(self, name: str, solve: WorkflowFunction, parts: Mapping[str, ResourceFactory]) -> None:
+    def __init__(
+        self,
+        name: str,
+        solve: WorkflowFunction,
+        parts: Mapping[str, ResourceFactory],
+        container: ResourceFactory | None = None,
+    ) -> None:
         self.name = name
-        self._solve, self._parts = solve, dict(parts)
+        self._solve, self._parts, self._container = solve, dict(parts), container
 
     async def answer(self, rollout: Rollout) -> WorkflowResult:
         """Run the workflow once. Raises whatever the workflow and its arguments raise."""
         async with AsyncExitStack() as stack:
+            if self._container is not None:
+                rollout.container = await stack.enter_async_context(self._container(rollout))
             parts = {name: await stack.enter_async_context(made(rollout)) for name, made in self._parts.items()}
             task = show_pictures(rollout.task) if rollout.policy.sees else rollout.task
             return await self._solve(task, rollout.policy, **parts)
@@ -196,7 +206,9 @@ class RolloutScorer:
         written = calls[-1:] if isinstance(answer, str) else [each for each in calls if each.completion is completion]
         role = written[0].role if written else None
         scored = hide_pictures(task) if task is not None else self._rollout.task
-        judgement = await self._rewards.score(scored, completion, group_follows=True, role=role)
+        judgement = await self._rewards.score(
+            scored, completion, group_follows=True, role=role, container=self._rollout.container
+        )
         self._rollout.scored.append((completion, judgement))
         return judgement
 

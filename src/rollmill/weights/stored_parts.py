@@ -1,5 +1,5 @@
-"""Where weights stand in a checkpoint, if a model has other names or other pieces of them in memory: many
-vision-language models have other names, and mixtures of experts have all experts of a layer in one tensor."""
+"""The weights of a checkpoint as pieces of a model's parameters, where those have other names or shapes: many
+vision-language models have other names in memory, and mixtures of experts all experts of a layer in one tensor."""
 
 from __future__ import annotations
 

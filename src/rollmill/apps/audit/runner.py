@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rollmill.apps.audit.containers import ContainerAudit
 from rollmill.apps.audit.environments import EnvironmentAudit
 from rollmill.apps.audit.findings import Finding, Severity, skipped_check
 from rollmill.apps.audit.grading import AuditGrader
@@ -31,6 +32,8 @@ from rollmill.data.readers import to_finite_number
 from rollmill.errors import ConfigError
 from rollmill.models.load import read_tokenizer_and_context
 from rollmill.rewards import build_reward_manager
+from rollmill.rollout.containers.pool import ContainerPool
+from rollmill.rollout.environments.builtin.container import ContainerEnvironment
 from rollmill.rollout.environments.pool import EnvironmentPool, RunningEnvironment
 from rollmill.rollout.workflows.environment import EnvironmentWorkflow
 from rollmill.types import Task
@@ -86,7 +89,10 @@ def run_audit(
             found.append(check_prompt_length(lengths, context, view.rollout.max_new_tokens))
         if view.workflow.uses_environment:
             found += asyncio.run(_environment(view, chosen, options, _full(stage, view, options)))
-        for role, scored in view.by_role().items() if view.rewards else ():
+        if isinstance(view.environment, ContainerEnvironment) and any(each.uses_container for each in view.rewards):
+            found += asyncio.run(_containers(view, view.environment, chosen, _full(stage, view, options)))
+        texts = view.model_copy(update={"rewards": [each for each in view.rewards if not each.uses_container]})
+        for role, scored in texts.by_role().items() if texts.rewards else ():
             full = {each.id: _full(stage, scored, options, each.rewards, of_role=bool(role)) for each in chosen}
             own_checks = asyncio.run(_rewards(scored, chosen, options, full, tokenizer))
             found += [replace(each, check=f"{role}/{each.check}") if role else each for each in own_checks]
@@ -138,6 +144,18 @@ async def _rewards(
         checks = RewardAudit(AuditGrader(manager), tasks, full=full, template=options.template, oracle=options.oracle)
         return await checks.run()
     finally:
+        manager.close()
+
+
+async def _containers(
+    stage: StageConfig, environment: ContainerEnvironment, tasks: Sequence[Task], full: float
+) -> list[Finding]:
+    manager = build_reward_manager([each for each in stage.rewards if each.uses_container], stage.reward_settings)
+    pool = ContainerPool(environment)
+    try:
+        return await ContainerAudit(pool, manager, tasks, full).run()
+    finally:
+        await pool.close()
         manager.close()
 
 

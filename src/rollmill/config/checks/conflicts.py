@@ -239,6 +239,8 @@ def _rows(taskset: RowsSection, at: KeyPath) -> Iterator[Conflict]:
         yield (*at, "split"), f"only a folder written by `datasets` has splits, and {path} is a file; remove it"
     if taskset.preset is not None and taskset.generator is not None:
         yield (*at, "preset"), "a generator makes rows in its own layout; presets are honoured with path and function"
+    if taskset.preset is not None and taskset.harbor is not None:
+        yield (*at, "preset"), "task folders have a layout of their own; presets are honoured with path and function"
     if taskset.function is not None and ":" not in taskset.function:
         yield (*at, "function"), f"`{taskset.function}` names no function; write FILE.py:NAME or package.module:NAME"
 

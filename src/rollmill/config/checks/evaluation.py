@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rollmill.config.checks.workflow import container_conflicts, uses_container
 from rollmill.config.evaluation import EvaluationSet
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath
@@ -36,8 +37,15 @@ def unused_evaluation_set_keys(stage: StageConfig) -> dict[KeyPath, str]:
 
 
 def _unhonoured(stage: StageConfig, each: EvaluationSet) -> Iterator[tuple[KeyPath, str]]:
-    workflow = stage.for_evaluation(each).workflow
-    if not workflow.uses_environment:
+    stage_for_set = stage.for_evaluation(each)
+    workflow = stage_for_set.workflow
+    if each.environment is not None and each.environment.containers:
+        if not uses_container(stage_for_set):
+            yield (
+                ("environment",),
+                f"not honoured: nothing of workflow `{workflow.name}` works in a container; remove it",
+            )
+    elif not workflow.uses_environment:
         yield ("environment",), f"not honoured by workflow `{workflow.name}`, which acts in none; remove it"
     if not workflow.may_have_roles:
         yield ("role",), f"not honoured by workflow `{workflow.name}`, which has no roles; remove it"
@@ -89,6 +97,9 @@ def _of_set(stage: StageConfig, name: str, each: EvaluationSet) -> Iterator[tupl
         )
     if each.workflow is not None:
         yield from _of_workflow(stage, each.workflow)
+    for path, text in container_conflicts(stage_for_set):
+        if getattr(each, str(path[0]), None) is not None or (path[0] == "tools" and each.environment is not None):
+            yield path, text
     differs = each.rewards is not None or each.workflow is not None
     if (
         differs

@@ -8,11 +8,11 @@ from rollmill.config.checks.modes import PAST_ENGINE, PAST_RANKS
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import LiveRequestsWorkflow, WorkflowSection
+from rollmill.config.workflows import LiveRequestsWorkflow
 
 WorkflowConflict = tuple[KeyPath, str]
 
-_TAKEN = ("task", "policy", "judge", "environment", "tools", "examples", "endpoint")
+_TAKEN = ("task", "policy", "judge", "environment", "container", "tools", "examples", "endpoint")
 
 
 def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
@@ -30,7 +30,13 @@ def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
             keys["rollout", "refills"] = text
     else:
         keys["rollout", "reuse"] = f"not honoured by workflow `{name}`; it is by `single_turn`"
-    if not any(each.uses_environment or each.takes("environment") for each in _in_the_stages_environment(stage)):
+    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
+    views = [stage, *(stage.for_evaluation(each) for each in sets if each.environment is None)]  # in its environment
+    if stage.environment is not None and stage.environment.containers:
+        if not any(uses_container(each) for each in views):
+            text = f"not honoured: nothing of workflow `{name}` works in a container; add a tool (tools: [shell])"
+            keys["environment",] = f"{text}, or a reward (rewards: [{{name: container, ...}}])"
+    elif not any(each.workflow.uses_environment or each.workflow.takes("environment") for each in views):
         keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
     if isinstance(stage.workflow, LiveRequestsWorkflow):
         keys |= _unused_live_request_keys(stage, stage.workflow)
@@ -64,10 +70,39 @@ def _unused_names(stage: StageConfig) -> dict[KeyPath, str]:
     return {(*place, "fields", "workflow"): text for place in places}
 
 
-def _in_the_stages_environment(stage: StageConfig) -> list[WorkflowSection]:
-    """Returns the stage's workflow and those of evaluation sets that share its environment."""
-    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
-    return [stage.workflow, *(stage.for_evaluation(each).workflow for each in sets if each.environment is None)]
+def uses_container(stage: StageConfig) -> bool:
+    """Returns whether something in a rollout of the stage's workflow works in a container."""
+    workflow = stage.workflow
+    if workflow.single_turn:
+        return False
+    tools = workflow.uses_tools and any(each.uses_container for each in stage.tools)
+    rewarded = workflow.scored_by_rewards and any(each.uses_container for each in stage.rewards)
+    return tools or rewarded or workflow.takes("container")
+
+
+def container_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
+    """Yields what works in a container, where there is none, and workflows that a container is no environment for."""
+    workflow = stage.workflow
+    there_is_one = stage.environment is not None and stage.environment.containers
+    add = "add the section environment: {name: container, image: ...}"
+    if there_is_one and workflow.uses_environment:
+        text = f"workflow `{workflow.name}` acts in episodes, and `container` has none; use workflow `tools` with the"
+        yield ("environment",), f"{text} tool `shell`, or take the parameter `container` in a workflow of your own"
+    if not there_is_one and "container" in type(workflow).parts:
+        yield ("environment",), f"workflow `{workflow.name}` takes the rollout's container; {add}"
+    if not there_is_one and workflow.uses_tools:
+        for index, tool in enumerate(stage.tools):
+            if tool.uses_container:
+                yield ("tools", index), f"`{tool.name}` works in the rollout's container; {add}"
+    if workflow.scored_by_rewards:
+        for index, reward in enumerate(stage.rewards):
+            if reward.uses_container and workflow.single_turn:
+                text = (
+                    f"`{reward.name}` looks at what an agent has done, and workflow `{workflow.name}` is a single reply"
+                )
+                yield ("rewards", index), f"{text}; use workflow `tools`, `react` or `program`"
+            elif reward.uses_container and not there_is_one:
+                yield ("rewards", index), f"`{reward.name}` looks into the rollout's container; {add}"
 
 
 def _unused_live_request_keys(stage: StageConfig, workflow: LiveRequestsWorkflow) -> dict[KeyPath, str]:
@@ -88,6 +123,7 @@ def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
     if stage.workflow.uses_environment and stage.environment is None:
         text = f"workflow `{stage.workflow.name}` acts in one; add a section, for example environment: gymnasium"
         yield ("environment",), text
+    yield from container_conflicts(stage)
     yield from ((("workflow", key), text) for key, text in stage.workflow.stage_conflicts(stage))
     if stage.workflow.multi_step and getattr(stage.algorithm, "overlong_buffer", None):
         text = f"max_new_tokens limits a completion, and a rollout of workflow `{stage.workflow.name}` may have several"

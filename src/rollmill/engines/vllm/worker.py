@@ -25,7 +25,7 @@ import traceback
 from typing import Any
 
 MAX_LINE_BYTES = 1 << 28
-_EXTENSION = "rollmill.weights.vllm_extension.SharedWeightsExtension"
+_EXTENSION = "rollmill.engines.vllm.extension.SharedWeightsExtension"
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _PR_SET_PDEATHSIG = 1
 _TRUNCATION = {"top_p", "top_k", "min_p"}

@@ -13,9 +13,8 @@ from rollmill.registry import build_component
 from rollmill.rollout.tools.function_tool import FunctionTool
 from rollmill.rollout.tools.toolbox import MALFORMED_CALLS, UNKNOWN_CALLS, Tool, Toolbox
 from rollmill.rollout.workflow import Rollout
-from rollmill.types import Task
 
-ToolFactory = Callable[[Task, AsyncExitStack], Tool | Sequence[Tool]]
+ToolFactory = Callable[[Rollout, AsyncExitStack], Tool | Sequence[Tool]]
 """Creates a tool, or several, for one rollout; their resources are closed with the stack."""
 
 
@@ -57,7 +56,7 @@ class ToolPool:
     async def one(self, rollout: Rollout) -> AsyncIterator[Toolbox]:
         """Open the tools for one rollout."""
         async with AsyncExitStack() as stack:
-            made = [open_(rollout.task, stack) for open_ in self._open]
+            made = [open_(rollout, stack) for open_ in self._open]
             tools = [tool for each in made for tool in ([each] if isinstance(each, Tool) else each)]
             folder = rollout.policy.folder if rollout.policy is not None and rollout.policy.sees else None
             yield Toolbox(tools, self._result_chars, self._counters, folder=folder)
@@ -79,7 +78,7 @@ class ToolPool:
         """Build a tool that runs in threads, as it may be slow; `options` are its keyword-only parameters."""
         name, limit = section.policy_name, section.time_limit_s
 
-        def open_(task: Task, stack: AsyncExitStack) -> Tool:
-            return made.tool(name, section.description, made.caller(task, options, self._threads, limit))
+        def open_(rollout: Rollout, stack: AsyncExitStack) -> Tool:
+            return made.tool(name, section.description, made.caller(rollout.task, options, self._threads, limit))
 
         return open_

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rollmill.rollout.tools.pool import ToolPool
     from rollmill.rollout.tools.toolbox import Tool
-    from rollmill.types import Task
+    from rollmill.rollout.workflow import Rollout
 
 MAX_EXPRESSION_CHARS = 1000
 """Maximum length of an expression."""
@@ -59,7 +59,7 @@ class CalculatorTool(ToolSection):
 
         self._tool = made.tool(self.policy_name, self.description, call)
 
-    def open(self, task: Task, stack: AsyncExitStack) -> Tool:
+    def open(self, rollout: Rollout, stack: AsyncExitStack) -> Tool:
         return self._tool
 
 

@@ -23,7 +23,6 @@ from rollmill.config.section import Endpoint
 from rollmill.config.tools import ToolSection
 from rollmill.errors import ConfigError, WorkflowError
 from rollmill.rollout.tools.toolbox import Tool, ToolCallable, ToolError, ToolResult
-from rollmill.types import Task
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
     from rollmill.rollout.tools.pool import ToolPool
+    from rollmill.rollout.workflow import Rollout
 
 _CLOSE_S = 15.0  # the library gives a server a few seconds to end, and then kills it
 _TAIL = 1000
@@ -103,7 +103,7 @@ class MCPTool(ToolSection):
         if self.state == "rollout":
             self._shared.close()  # it has told what there is
 
-    def open(self, task: Task, stack: AsyncExitStack) -> list[Tool]:
+    def open(self, rollout: Rollout, stack: AsyncExitStack) -> list[Tool]:
         connection = self._shared
         if self.state == "rollout":
             connection = MCPConnection(self, self._portal)

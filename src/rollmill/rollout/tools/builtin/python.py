@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rollmill.rollout.tools.function_tool import FunctionTool
     from rollmill.rollout.tools.pool import ToolPool
     from rollmill.rollout.tools.toolbox import Tool
-    from rollmill.types import Task
+    from rollmill.rollout.workflow import Rollout
     from rollmill_sandbox import Sandbox, SandboxSession, SessionExecution
 
 _OUTPUT_BYTES = 1 << 18
@@ -56,7 +56,7 @@ class PythonTool(ToolSection):
         pool.close_later(self._sandbox.close)
         self._function = FunctionTool(python)
 
-    def open(self, task: Task, stack: AsyncExitStack) -> Tool:
+    def open(self, rollout: Rollout, stack: AsyncExitStack) -> Tool:
         interpreter = PythonInterpreter(self, self._sandbox, stack)
 
         async def call(arguments: dict[str, Any]) -> str:

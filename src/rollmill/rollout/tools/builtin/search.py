@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rollmill.rollout.tools.pool import ToolFactory, ToolPool
     from rollmill.rollout.tools.toolbox import Tool
-    from rollmill.types import Task
+    from rollmill.rollout.workflow import Rollout
 
 _SUFFIXES = (".txt", ".md")
 
@@ -45,8 +45,8 @@ class SearchTool(ToolSection):
         options = {"index": BM25Index(self.path, self.passage_words), "top_k": self.top_k}
         self._open = pool.in_threads(self, FunctionTool(search), options)
 
-    def open(self, task: Task, stack: AsyncExitStack) -> Tool | Sequence[Tool]:
-        return self._open(task, stack)
+    def open(self, rollout: Rollout, stack: AsyncExitStack) -> Tool | Sequence[Tool]:
+        return self._open(rollout, stack)
 
 
 def search(query: str, *, index: BM25Index, top_k: int) -> str:

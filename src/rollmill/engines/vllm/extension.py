@@ -25,7 +25,7 @@ class SharedWeightsExtension:
 
     def report_truncation(self) -> bool:
         """Lets vLLM say how much probability truncation keeps. False if its sampler cannot."""
-        from rollmill.engines.vllm.sampler import TruncationSampler
+        from rollmill.engines.vllm.sampler import TruncationSampler  # imports vLLM's
 
         return TruncationSampler.install(self.model_runner)
 
