@@ -236,15 +236,15 @@ BUGS: tuple[PlantedBug, ...] = (
         "an explorer does not wait until weights are visible",
         _WORKER,
         "StageWorker._update",
-        "isinstance(self._receiver, FolderReceiver)",
+        "not isinstance(self._receiver, BroadcastReceiver)",
         "self._receiver is None",
     ),
     PlantedBug(
         "every second version is not sent",
         "remote.rollouts",
         "RemoteRollouts.publish",
-        "self._sender.send(version,",
-        "version % 2 or self._sender.send(version,",
+        "self._sender.send(version, weights)",
+        "version % 2 or self._sender.send(version, weights)",
     ),
     PlantedBug(
         "a lost worker's call is not made again",

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from rollmill.apps.plan.simulation.clock import SimulatedProcess, VirtualLoop
 from rollmill.apps.plan.simulation.engine import SimulationCosts
@@ -57,7 +58,7 @@ class SimulatedPolicy:
     def __init__(self) -> None:
         self.tokenizer, self.end_id, self.eos_ids = SimulatedTokenizer(), 0, (0,)
         self.model = SimpleNamespace(named_parameters=lambda: iter(()))
-        self.device, self.context = "cpu", 1 << 20
+        self.device, self.context = torch.device("cpu"), 1 << 20
         self.digest = digest_of("initial weights")
 
 

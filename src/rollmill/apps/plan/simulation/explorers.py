@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -86,7 +87,8 @@ class SimulatedStageWorker(StageWorker):
         self._site, self._process, self._setup = site, process, setup
         self._start_id = len(site.history.events)  # identifies it among all
         self._policy: Any = SimulatedPolicy()
-        self._reads_itself = False
+        self._reads_itself = self._takes_ipc = False
+        self._ipc_counts = Counter[str]()
         self._receiver: Any = SimulatedReceiver(site.weights, setup.weights_address, site.loop, site.weights_delay_s)
         self._engine: Any = SimulatedEngine(
             process, site.costs, self._receiver.digests, max_sequences=site.max_sequences, shares_loop=False
