@@ -119,7 +119,6 @@ def test_abandoned_folders_are_removed_and_others_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"sampling": SamplingConfig(top_k=3)},
         {"new_processor": lambda: PenaltyProcessor(TokenPenalties(presence=1.0), [A])},
         {"record_top": 2},
     ],
