@@ -120,6 +120,7 @@ CASES = {
         3,
         1,
         pinned=False,
+        pairs=1,
     ),
     **{
         f"ranks {sharding}": Compared(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.algorithms.recipe import LossInputs
-from rollmill.apps.serve.tinker.errors import TinkerRequestError
 from rollmill.apps.serve.tinker.losses import (
     LossFunction,
     cross_entropy,
@@ -22,7 +21,15 @@ from rollmill.apps.serve.tinker.losses import (
     make_recipe,
     token_weights,
 )
-from rollmill.apps.serve.tinker.wire import Array, Datum, ForwardRequest, Sampled, TopLogprobs, encode_forward_result
+from rollmill.apps.serve.tinker.wire import (
+    Array,
+    Datum,
+    ForwardRequest,
+    Sampled,
+    TinkerRequestError,
+    TopLogprobs,
+    encode_forward_result,
+)
 from rollmill.config.engines import NativeEngineConfig
 from rollmill.config.model import LoRAConfig, ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig

@@ -16,10 +16,9 @@ from rollmill.apps.serve.endpoint.app import add_errors, parse_body
 from rollmill.apps.serve.endpoint.middleware import AccessRules, EndpointMiddleware, caller_of
 from rollmill.apps.serve.endpoint.protocol import ApiError
 from rollmill.apps.serve.tinker.checkpoints import RunInfo, SavedCheckpoint
-from rollmill.apps.serve.tinker.errors import TinkerRequestError
 from rollmill.apps.serve.tinker.promises import Promise
 from rollmill.apps.serve.tinker.service import TinkerService
-from rollmill.apps.serve.tinker.wire import PROTOBUF, read_forward_request
+from rollmill.apps.serve.tinker.wire import PROTOBUF, TinkerRequestError, read_forward_request
 from rollmill.apps.serve.web.middleware import ASGIApp
 
 POLL_S = 20.0

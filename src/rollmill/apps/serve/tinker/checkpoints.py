@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollmill.apps.serve.tinker.adapters import OPTIMIZER_FILE, AdapterSettings
-from rollmill.apps.serve.tinker.errors import TinkerRequestError
+from rollmill.apps.serve.tinker.wire import TinkerRequestError
 from rollmill.errors import CheckpointError
 from rollmill.files import sync
 

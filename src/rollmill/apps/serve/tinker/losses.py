@@ -22,8 +22,7 @@ from rollmill.algorithms.recipe import (
     Recipe,
     TokenAdvantageInputs,
 )
-from rollmill.apps.serve.tinker.errors import TinkerRequestError
-from rollmill.apps.serve.tinker.wire import Datum
+from rollmill.apps.serve.tinker.wire import Datum, TinkerRequestError
 from rollmill.types import Experience, StopReason
 
 Options = Mapping[str, float | str]

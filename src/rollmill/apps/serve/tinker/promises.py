@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollmill.apps.serve.endpoint.protocol import ApiError
-from rollmill.apps.serve.tinker.errors import TinkerRequestError
+from rollmill.apps.serve.tinker.wire import TinkerRequestError
 from rollmill.errors import CheckpointError, ModelError, RollmillError, TrainingError
 
 log = logging.getLogger(__name__)

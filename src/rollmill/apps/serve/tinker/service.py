@@ -32,9 +32,8 @@ from rollmill.apps.serve.tinker.adapters import (
     adam_settings,
 )
 from rollmill.apps.serve.tinker.checkpoints import CheckpointStore, RunInfo, SavedCheckpoint
-from rollmill.apps.serve.tinker.errors import TinkerRequestError
 from rollmill.apps.serve.tinker.promises import Promise, PromiseStore, Result, Turns, answer
-from rollmill.apps.serve.tinker.wire import PROTOBUF, decode_forward_request, encode_samples
+from rollmill.apps.serve.tinker.wire import PROTOBUF, TinkerRequestError, decode_forward_request, encode_samples
 from rollmill.apps.serve.web.keys import KeyRateLimiter
 from rollmill.config.rollout import SamplingConfig
 from rollmill.errors import EngineError

@@ -11,13 +11,17 @@ import numpy as np
 import numpy.typing as npt
 from tinker.proto import tinker_public_pb2 as pb
 
-from rollmill.apps.serve.tinker.errors import TinkerRequestError
+from rollmill.errors import RollmillError
 from rollmill.types import FloatArray
 
 Array = npt.NDArray[Any]
 PROTOBUF = "application/x-protobuf"
 _MOST_NUMBERS = 1 << 24  # of a tensor that is sent sparse: a few bytes could stand for any number
 _TYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
+
+
+class TinkerRequestError(RollmillError):
+    """A request that its client must change."""
 
 
 @dataclass(frozen=True, slots=True)
