@@ -34,22 +34,22 @@ user = "1000"
 cpus = 1
 memory_mb = 128
 storage_mb = 64
-workdir = "/work"
+workdir = "/task"
 env = { NAME = "${HARBOR_TEST_NAME:-world}" }
 [solution.env]
 GREETING = "hello"
 """
 TEST = """#!/bin/sh
-if [ "$(cat /work/greeting)" = "$EXPECTED $NAME" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+if [ "$(cat /task/greeting)" = "$EXPECTED $NAME" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
-SOLVE = '#!/bin/sh\necho "$GREETING $NAME" > /work/greeting\n'
+SOLVE = '#!/bin/sh\necho "$GREETING $NAME" > /task/greeting\n'
 
 
 def task_folder(folder: Path, *, toml: str = TOML, test: str = TEST) -> Path:
     """A task as Harbor's `harbor task init` lays it out."""
     for name, text in {
         "task.toml": toml,
-        "instruction.md": "<!-- harbor-canary GUID 1 -->\n\nWrite a greeting to /work/greeting.\n",
+        "instruction.md": "<!-- harbor-canary GUID 1 -->\n\nWrite a greeting to /task/greeting.\n",
         "tests/test.sh": test,
         "solution/solve.sh": SOLVE,
         "environment/Dockerfile": "FROM scratch\n",
@@ -69,12 +69,12 @@ def test_task_folders_become_tasks_with_what_agents_must_not_see_sealed(tmp_path
     (tmp_path / "readme").mkdir()
     first, second = loaded(tmp_path, chat=True)
     assert (first.id, second.id) == ("a", "b")
-    assert first.prompt == [{"role": "user", "content": "Write a greeting to /work/greeting.\n"}]
+    assert first.prompt == [{"role": "user", "content": "Write a greeting to /task/greeting.\n"}]
     assert first.metadata["difficulty"] == "easy"
     sealed = first.metadata[SEALED]
     assert sealed["container"] == {
         "dockerfile": str(tmp_path / "a/environment"), "variables": {"NAME": "world"}, "cpus": 1, "memory_mb": 128,
-        "disk_mb": 64, "folder": "/work", "user": "1000",
+        "disk_mb": 64, "folder": "/task", "user": "1000",
     }  # fmt: skip
     grading = GradingSection.model_validate(sealed["grading"])
     assert (grading.files, grading.time_limit_s) == ({"/tests": tmp_path / "a/tests"}, 90)
@@ -136,9 +136,9 @@ def test_a_task_with_several_services_or_without_tests_is_refused(tmp_path: Path
 @pytest.mark.skipif(bool(missing()), reason=missing() or "there is an engine")
 def test_the_oracle_earns_one_and_an_agent_that_does_nothing_or_cheats_nothing(tmp_path: Path) -> None:
     pytest.importorskip("docker")
-    image_folder(task_folder(tmp_path / "greet") / "environment", "RUN chown 1000 /work\n")
+    image_folder(task_folder(tmp_path / "greet") / "environment", "RUN chown 1000 /task\n")
     json_test = TEST.replace("echo 1", """echo '{"reward": 1, "lines": 3}'""").replace(".txt", ".json")
-    image_folder(task_folder(tmp_path / "json", test=json_test) / "environment", "RUN chown 1000 /work\n")
+    image_folder(task_folder(tmp_path / "json", test=json_test) / "environment", "RUN chown 1000 /task\n")
     tasks = loaded(tmp_path)
     reward = ContainerReward(name="container")
 
@@ -162,7 +162,7 @@ def test_the_oracle_earns_one_and_an_agent_that_does_nothing_or_cheats_nothing(t
         try:
             for task in tasks:
                 found = [
-                    await earned(pool, task, agent) for agent in ("oracle", "", "echo hello > /work/greeting", *cheats)
+                    await earned(pool, task, agent) for agent in ("oracle", "", "echo hello > /task/greeting", *cheats)
                 ]
                 assert [value for value, _ in found] == [1.0, 0.0, 0.0, 0.0, 0.0]
                 assert found[0][1] == ({"lines": 3.0} if task.id == "json" else {})
@@ -181,7 +181,7 @@ def test_the_audit_names_tasks_that_nobody_can_solve_and_those_that_everybody_do
     pytest.importorskip("docker")
     verdict = "#!/bin/sh\necho {} > /logs/verifier/reward.txt\n"
     for name, test in {"fair": TEST, "hopeless": verdict.format(0), "free": verdict.format(1)}.items():
-        image_folder(task_folder(tmp_path / "tasks" / name, test=test) / "environment", "RUN chown 1000 /work\n")
+        image_folder(task_folder(tmp_path / "tasks" / name, test=test) / "environment", "RUN chown 1000 /task\n")
     (tmp_path / "run.yaml").write_text(
         f"""
 model: {{new: {{hidden_size: 32, layers: 1, tokenizer: {{kind: char}}}}}}

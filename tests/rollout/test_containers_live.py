@@ -98,10 +98,10 @@ def test_a_time_limit_kills_all_that_a_command_has_started_and_nothing_else(imag
 
 def test_a_fork_bomb_ends_at_the_limit_and_the_container_can_be_used_again(image: Path) -> None:
     async def test(container: Container) -> None:
-        await container.write("/work/kept", b"1")
+        await container.write("/task/kept", b"1")
         found = await container.exec("f() { f | f & }; f; while true; do f; done", time_limit_s=3)
         assert found.code is None or "can't fork" in found.output
-        assert (await container.exec("cat /work/kept")).stdout == "1"
+        assert (await container.exec("cat /task/kept")).stdout == "1"
         wait = "for i in 1 2 3 4 5 6 7 8 9; do n=$(ps | wc -l); [ $n -lt 12 ] && break; sleep 1; done; echo $n"
         assert int((await container.exec(wait)).stdout) < 12
 
@@ -147,11 +147,11 @@ def test_rollouts_see_nothing_of_each_other_and_each_begins_afresh(image: Path, 
         async def episode(number: int) -> None:
             async with pool.one(rollout(number=number)) as container:
                 assert (
-                    await container.exec("find /work /tmp -type f | wc -l; ps | grep -c slee[p]")
+                    await container.exec("find /task /tmp -type f | wc -l; ps | grep -c slee[p]")
                 ).stdout == "0\n2\n"
-                await container.exec(f"touch /work/{number} /tmp/{number} /bin/new; rm /bin/wc; sleep 1000 &")
+                await container.exec(f"touch /task/{number} /tmp/{number} /bin/new; rm /bin/wc; sleep 1000 &")
                 await asyncio.sleep(0.5)
-                assert (await container.exec("ls /work")).stdout == f"{number}\n"
+                assert (await container.exec("ls /task")).stdout == f"{number}\n"
 
         try:
             for first in range(0, 6, 3):
@@ -166,13 +166,13 @@ def test_rollouts_see_nothing_of_each_other_and_each_begins_afresh(image: Path, 
 def test_rollouts_start_from_a_snapshot_of_what_was_prepared(image: Path, tmp_path: Path) -> None:
     (tmp_path / "data").write_text("7")
     keys = {
-        "prepare": "cp /srv/data /work/copy; cat /proc/sys/kernel/random/uuid > /work/stamp",
+        "prepare": "cp /srv/data /task/copy; cat /proc/sys/kernel/random/uuid > /task/stamp",
         "files": {"/srv/data": tmp_path / "data"},
     }
     stamps = []
 
     async def test(container: Container) -> None:
-        stamps.append((await container.exec("cat /work/copy /work/stamp; rm /work/*")).stdout)
+        stamps.append((await container.exec("cat /task/copy /task/stamp; rm /task/*")).stdout)
 
     for _ in range(2):
         in_container(environment(image, **keys), test)
@@ -240,9 +240,9 @@ def test_a_policy_with_tools_is_rewarded_for_what_it_leaves_in_its_container(ima
     """The workflow `tools` from its first call to its reward."""
     tokenizer = toy_tokenizer()
     chat = ChatRenderer(tokenizer, frozenset([tokenizer.eos_token_id]))
-    call = {"tool": "write_file", "args": {"path": "/work/answer", "text": "391"}}
+    call = {"tool": "write_file", "args": {"path": "/task/answer", "text": "391"}}
     engine = Scripted(chat, json.dumps(call), "done", "I shall not", "done")
-    reward = ContainerReward(name="container", command='test "$(cat /work/answer)" = 391')
+    reward = ContainerReward(name="container", command='test "$(cat /task/answer)" = 391')
     judge = build_reward_manager([reward], RewardManagerConfig(), tokenizer=tokenizer)
 
     async def run() -> list[float | None]:
@@ -268,7 +268,7 @@ def test_a_policy_with_tools_is_rewarded_for_what_it_leaves_in_its_container(ima
 
 def test_a_command_grades_what_is_left_and_its_files_were_not_there_before(image: Path, tmp_path: Path) -> None:
     (tmp_path / "test.sh").write_text(
-        'test "$(cat /work/x)" = 5 && echo "{\\"reward\\": 0.5}" > /out/r.json; echo 0.25'
+        'test "$(cat /task/x)" = 5 && echo "{\\"reward\\": 0.5}" > /out/r.json; echo 0.25'
     )
     files = {"/tests": tmp_path}
     section = environment(image, user="1000", files={"/srv/pid": tmp_path / "test.sh"})
@@ -287,7 +287,7 @@ def test_a_command_grades_what_is_left_and_its_files_were_not_there_before(image
         assert await score(command="sleep 9", time_limit_s=1, timeout_reward=-1) == (-1.0, TIMEOUT)
         grade = {"command": "sh /tests/test.sh", "files": files, "result": "/out/no.json or /out/r.json"}
         assert await score(**grade) == (0.0, NO_RESULT)
-        await container.exec("echo 5 > /work/x; mkdir -p /tests", user="0")
+        await container.exec("echo 5 > /task/x; mkdir -p /tests", user="0")
         await container.exec(
             "echo 'echo 1 > /out/r.json' > /tests/test.sh; mkdir -p /out; echo 1 > /out/r.json", user="0"
         )
@@ -310,7 +310,7 @@ import asyncio, rollmill
 @rollmill.workflow
 async def agent(task, policy, judge, container, *, seconds: float = 0.0):
     reply = await policy.complete(policy.encode("go", start=True))
-    await container.exec("touch /work/done" if reply.completion.seed % 2 else "true")
+    await container.exec("touch /task/done" if reply.completion.seed % 2 else "true")
     await asyncio.sleep(seconds)
     return await judge(reply)
 """
@@ -328,7 +328,7 @@ def agent_run(folder: Path, image: Path, *, seconds: float = 0.0, **rollouts: in
         plugins=["agent.py"],
         workflow={"name": "agent", "seconds": seconds},
         environment={"name": "container", "dockerfile": str(image), "engine": "podman", "at_once": 40, "warm": 2},
-        rewards=[{"name": "container", "command": "test -e /work/done"}],
+        rewards=[{"name": "container", "command": "test -e /task/done"}],
         rollout={"max_new_tokens": 2, **rollouts},
     )
 
@@ -340,10 +340,10 @@ def test_a_run_trains_on_agents_in_containers(image: Path, tmp_path: Path) -> No
     assert set(rewards) <= {0.0, 1.0}
 
 
-ASKS = """wget -q -O /work/reply --header "authorization: Bearer $OPENAI_API_KEY" \\
+ASKS = """wget -q -O /task/reply --header "authorization: Bearer $OPENAI_API_KEY" \\
   --header "content-type: application/json" \\
   --post-data '{"model": "policy", "prompt": "go", "max_tokens": 2}' $OPENAI_BASE_URL/completions
-grep -q '"prompt"' && touch /work/done && echo finished
+grep -q '"prompt"' && touch /task/done && echo finished
 """
 """A program of a container that has nothing but busybox; its task is on stdin."""
 BESIDE = """
@@ -352,7 +352,7 @@ head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type
 body = json.dumps({"prompt": "go", "max_tokens": 2}).encode()
 urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/completions", body, head))
 container = docker.from_env().containers.get(os.environ["ROLLMILL_CONTAINER"])
-assert container.exec_run("touch /work/done").exit_code == 0
+assert container.exec_run("touch /task/done").exit_code == 0
 assert "sealed" not in json.load(sys.stdin)["metadata"]
 """
 
@@ -397,7 +397,7 @@ def test_mini_swe_agent_works_unchanged_in_the_rollouts_container(image: Path, t
         "environment.environment_class": "docker",
         "environment.image": "any",
         "environment.executable": tmp_path / "docker",
-        "environment.cwd": "/work",
+        "environment.cwd": "/task",
         "environment.interpreter": '["sh","-c"]',
         "model.model_class": "litellm_textbased",
     }
@@ -417,7 +417,7 @@ def test_mini_swe_agent_works_unchanged_in_the_rollouts_container(image: Path, t
     chat = ChatRenderer(tokenizer, frozenset([tokenizer.eos_token_id]))
     submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
     engine: Any = Scripted(chat, block.format("echo 391 > answer"), block.format(submit))
-    reward = ContainerReward(name="container", command='test "$(cat /work/answer)" = 391')
+    reward = ContainerReward(name="container", command='test "$(cat /task/answer)" = 391')
     judge = build_reward_manager([reward], RewardManagerConfig(), tokenizer=tokenizer)
 
     async def run() -> list[Experience]:

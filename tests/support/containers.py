@@ -21,8 +21,8 @@ _BUSYBOX = Path("/bin/busybox")
 DOCKERFILE = """FROM scratch
 COPY busybox /bin/busybox
 RUN ["/bin/busybox", "--install", "-s", "/bin"]
-RUN mkdir -p /tmp /etc /work /root && chmod 1777 /tmp && echo root:x:0:0:root:/root:/bin/sh > /etc/passwd
-WORKDIR /work
+RUN mkdir -p /tmp /etc /task /root && chmod 1777 /tmp && echo root:x:0:0:root:/root:/bin/sh > /etc/passwd
+WORKDIR /task
 """
 
 

@@ -13,7 +13,6 @@ import pytest
 import tinker
 import torch
 from support.tinker_servers import ANN, BASE, BOB, datum, tinker_server
-from support.toys import toy_checkpoint
 from tinker import types
 
 from rollmill.apps.serve.endpoint.protocol import ApiError
@@ -30,16 +29,6 @@ TEXT = [5, 9, 20, 7, 33, 41, 12, 8]
 OTHER = [61, 3, 17, 45, 100, 4]
 ADAM = types.AdamParams(learning_rate=1e-2)
 ERRORS = (tinker.APIStatusError, tinker.RequestFailedError)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy_checkpoint(tmp_path_factory.mktemp("models") / "toy", "qwen3")
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="module")

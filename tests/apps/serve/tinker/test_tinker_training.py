@@ -11,7 +11,6 @@ import pytest
 import tinker
 import torch
 from support.tinker_servers import ANN, BASE, adapter, datum, tinker_server
-from support.toys import toy_checkpoint
 from tinker import types
 
 from rollmill.algorithms.policy_recipes import build_recipe
@@ -29,16 +28,6 @@ PROMPT = [5, 9, 20, 7]
 TEXT = [5, 9, 20, 7, 33, 41, 12, 8]
 TEXTS = [TEXT, [5, 9, 20, 7, 2, 2, 90], [61, 3, 17, 45, 100, 4]]
 RANK, SEED, LR = 8, 3, 1e-2
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy_checkpoint(tmp_path_factory.mktemp("models") / "toy", "qwen3")
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ class TrainingClient:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSession:
-    """What a sampling session samples from; without a folder the base model itself."""
+    """The model of a sampling session: a base model, with the adapter in `folder` if there is one."""
 
     id: str
     owner: str

@@ -1,4 +1,4 @@
-"""What tinker's clients send and get as protocol buffers, by the messages of the package tinker."""
+"""Requests and answers of tinker's clients as protocol buffers, by the messages of the package tinker."""
 
 from __future__ import annotations
 
