@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.containers import environment, image_folder, left_over, missing, rollout
+from support.containers import environment, image_folder, left_over, missing, no_other_containers, rollout
 
 from rollmill.cli import main
 from rollmill.config.taskset import TasksetConfig
@@ -61,6 +62,12 @@ def task_folder(folder: Path, *, toml: str = TOML, test: str = TEST) -> Path:
 
 def loaded(folder: Path, **keys: Any) -> list[Task]:
     return load_taskset(TasksetConfig(harbor=folder, **keys)).tasks
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with no_other_containers():
+        yield
 
 
 def test_task_folders_become_tasks_with_what_agents_must_not_see_sealed(tmp_path: Path) -> None:
@@ -133,6 +140,8 @@ def test_a_task_with_several_services_or_without_tests_is_refused(tmp_path: Path
 
 
 @pytest.mark.service
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("alone")
 @pytest.mark.skipif(bool(missing()), reason=missing() or "there is an engine")
 def test_the_oracle_earns_one_and_an_agent_that_does_nothing_or_cheats_nothing(tmp_path: Path) -> None:
     pytest.importorskip("docker")
@@ -174,6 +183,8 @@ def test_the_oracle_earns_one_and_an_agent_that_does_nothing_or_cheats_nothing(t
 
 
 @pytest.mark.service
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("alone")
 @pytest.mark.skipif(bool(missing()), reason=missing() or "there is an engine")
 def test_the_audit_names_tasks_that_nobody_can_solve_and_those_that_everybody_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from support.containers import environment, image_folder, in_container, left_over, missing, rollout
+from support.containers import environment, image_folder, in_container, left_over, missing, no_other_containers, rollout
 from support.scripted import Scripted
 from support.tiny import tiny_run
 from support.toys import toy_tokenizer
@@ -44,15 +45,16 @@ from rollmill.types import Experience, Task
 
 pytestmark = [
     pytest.mark.service,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(missing()), reason=missing() or "there is an engine"),
 ]
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pytest.importorskip("docker")
-    return image_folder(tmp_path_factory.mktemp("image"))
+    with no_other_containers():
+        yield image_folder(tmp_path_factory.mktemp("image"))
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import shutil
 import subprocess
-from collections.abc import Awaitable, Callable
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,14 @@ def missing() -> str:
     """What a machine lacks for such tests; empty if it lacks nothing."""
     lacks = [name for name in ("podman", "runc") if shutil.which(name) is None]
     return "" if not lacks and _BUSYBOX.exists() else f"podman, runc and busybox-static are not installed: {INSTALL}"
+
+
+@contextmanager
+def no_other_containers() -> Iterator[None]:
+    """Wait until no other test process has containers: tests count all that there are."""
+    with Path(tempfile.gettempdir(), "rollmill-tests-containers.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def image_folder(folder: Path, more: str = "") -> Path:
